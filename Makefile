@@ -1,0 +1,33 @@
+# Everything runs in .venv, which the first command makes. torch comes through constraints.txt.
+PYTHON ?= python3
+VENV ?= .venv
+PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+WORKERS ?= 2
+
+.PHONY: demo test lint bench docs clean
+
+demo: $(VENV)/lab
+	$(VENV)/bin/pdecay demo
+
+test: $(VENV)/test
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+lint: $(VENV)/dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/lab
+	$(VENV)/bin/pdecay bench
+
+docs: $(VENV)/dev
+	$(VENV)/bin/sphinx-build --fail-on-warning --keep-going docs docs/_build/html
+
+clean:
+	rm -rf $(VENV) docs/_build pdecay-demo
+
+# One file for each set of extras that is installed, newer than what it was installed from.
+$(VENV)/lab $(VENV)/test $(VENV)/dev: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable ".[$(@F)]"
+	touch $@

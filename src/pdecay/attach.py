@@ -1,0 +1,188 @@
+"""The decay step on any torch optimizer, through the optimizer's own hooks.
+
+    pdecay.attach(optimizer, Lp(0.8, 1e-3))
+
+Before the optimizer's update the weights that decay are copied; after it they are multiplied by
+the factor that their old values give. Nothing else of the optimizer is touched.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pdecay import settings
+from pdecay.groups import warn_of_frozen
+from pdecay.penalty import Penalty, as_penalty, check_number
+from pdecay.settings import Group
+from pdecay.step import effective_rate, factors, multiply_
+
+LearningRate = float | Callable[[Group], float | Tensor] | None
+
+
+def attach(optimizer: Optimizer, decay: Penalty | None, *, lr: LearningRate = None) -> Attachment:
+    """Add p-norm weight decay to an optimizer.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``.
+        decay: the penalty for groups that have no ``"decay"`` of their own: an :class:`Lp`, a sum
+            of them, or None. In such a group, tensors with fewer than two dimensions are spared.
+        lr: the learning rate of the decay where it is not ``group["lr"]``: a number, or a
+            function of the group for optimizers that find their own step size, for instance
+            ``lambda group: group["d"] * group["lr"]`` for Prodigy.
+
+    Returns:
+        A handle; its ``detach()`` takes the decay off again.
+
+    Note:
+        ``copy.deepcopy`` and ``pickle`` drop the hooks of any torch optimizer: attach to the copy
+        again, or use :class:`PAdam` or :class:`PSGD`, which survive both.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"attach needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"{type(optimizer).__name__} wraps another optimizer and has no hooks of its own: "
+            "attach to the inner one (usually its .optimizer)"
+        )
+    if is_decaying(optimizer):
+        raise ValueError(
+            f"this {type(optimizer).__name__} decays already; "
+            "detach() the first handle, or change group['decay']"
+        )
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ValueError("there is nothing to decay: the optimizer has no parameters")
+    if lr is not None and not callable(lr):
+        check_number("lr", lr)
+    penalty = as_penalty(decay)
+    for group in optimizer.param_groups:
+        settings.write(dict(group), penalty)  # on a copy: all groups are checked before one changes
+        if lr is None and "lr" not in group:
+            raise ValueError(
+                f"{type(optimizer).__name__} has no group['lr']: pass lr=, a number or a function "
+                "of the group"
+            )
+    return Attachment(optimizer, penalty, lr)
+
+
+def is_decaying(optimizer: Optimizer) -> bool:
+    """Whether p-norm weight decay acts in this optimizer's step."""
+    return getattr(optimizer, "_decays", False) or any(
+        isinstance(getattr(hook, "__self__", None), Attachment)
+        for hook in optimizer._optimizer_step_pre_hooks.values()
+    )
+
+
+class Attachment:
+    """The decay on one optimizer, as :func:`attach` made it."""
+
+    def __init__(self, optimizer: Optimizer, default: Penalty | None, lr: LearningRate) -> None:
+        self.optimizer = optimizer
+        self._default = default
+        self._lr = lr
+        self._defaulted: set[int] = set()  # the groups that had no decay of their own
+        self._frame: FrameType | None = None  # the step() call whose weights are in _old
+        self._old: list[tuple[Group, Penalty, list[tuple[Tensor, Tensor]]]] = []
+        self._write_settings(optimizer)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._write_settings),
+            optimizer.register_load_state_dict_pre_hook(self._complete_checkpoint),
+        ]
+        warn_of_frozen(optimizer)
+
+    def detach(self) -> None:
+        """Take the decay off; the optimizer is as it was. A second call does nothing."""
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for index in self._defaulted:
+            for key in settings.KEYS:
+                self.optimizer.param_groups[index].pop(key, None)
+
+    def _write_settings(self, optimizer: Optimizer) -> None:
+        """Also for groups that add_param_group brought since the last time."""
+        for index, group in enumerate(optimizer.param_groups):
+            if "decay" not in group:
+                self._defaulted.add(index)
+            settings.write(group, self._default)
+
+    def _complete_checkpoint(
+        self, optimizer: Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        return settings.completed(state_dict, optimizer.param_groups)
+
+    @torch.compiler.disable
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        frame = _calling_step()
+        if self._frame is not None and _is_inside(frame, self._frame):
+            return  # a step() within the step(), as when a subclass calls super().step()
+        self._frame = frame
+        self._write_settings(optimizer)
+        for group in optimizer.param_groups:
+            self._rate(group)  # a bad learning rate is an error before the weights move
+        # A closure computes the gradients within the step: until then any weight may get one.
+        closure = any(callable(value) for value in (*args[1:], *kwargs.values()))
+        self._old = []
+        for group in optimizer.param_groups:
+            penalty = settings.penalty_of(group)
+            if penalty is None:
+                continue
+            copies = [
+                (param, param.detach().clone())
+                for param in group["params"]
+                if settings.decays(param, group) and (closure or param.grad is not None)
+            ]
+            self._old.append((group, penalty, copies))
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _calling_step() is not self._frame:
+            return
+        old, self._old, self._frame = self._old, [], None
+        for group, penalty, copies in old:
+            rate = self._rate(group)
+            for param, param_old in copies:
+                if param.grad is not None:
+                    multiply_([param], factors([param_old], penalty, rate))
+
+    def _rate(self, group: Group) -> float | Tensor:
+        lr = group["lr"] if self._lr is None else self._lr
+        if callable(lr) and not isinstance(lr, Tensor):
+            lr = lr(group)
+        return effective_rate(lr, group["decay_scale"], self.optimizer)
+
+
+def _calling_step() -> FrameType:
+    """The frame of the ``step()`` that runs the hook: torch calls both hooks from the same one.
+
+    Counting calls instead would go wrong for good after a step that raised, since the hook after
+    it never runs.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _OPTIMIZER_FILE:
+            return frame
+        frame = frame.f_back
+    raise RuntimeError("an optimizer's step hook was called from outside a step()")
+
+
+def _is_inside(frame: FrameType | None, outer: FrameType) -> bool:
+    while frame is not None:
+        if frame is outer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_OPTIMIZER_FILE = sys.modules[Optimizer.__module__].__file__

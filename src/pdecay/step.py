@@ -1,0 +1,62 @@
+"""The decay step on torch tensors: which learning rate it takes, and the multiplication itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pdecay.arrays import TensorList
+from pdecay.penalty import Penalty
+
+
+def effective_rate(lr: float | Tensor, scale: float, optimizer: Optimizer) -> float | Tensor:
+    """``lr * scale``, or 0 where a gradient scaler has told the optimizer to skip this step.
+
+    A number wherever it can be had for free; a tensor only where it lies on a device, so that
+    nothing has to wait for it.
+    """
+    if isinstance(lr, Tensor) and lr.device.type == "cpu" and not torch.compiler.is_compiling():
+        lr = lr.item()
+    if not isinstance(lr, Tensor) and not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"lr must be finite and >= 0, got {lr!r}")
+    rate = lr * scale
+    found_inf = getattr(optimizer, "found_inf", None)  # set by GradScaler around fused steps
+    if found_inf is None:
+        return rate
+    if found_inf.device.type == "cpu":
+        return 0.0 if found_inf.item() else rate
+    return rate * (found_inf == 0)
+
+
+def factors(
+    weights: Sequence[Tensor], penalty: Penalty, rate: float | Tensor, *, foreach: bool = False
+) -> list[Tensor]:
+    """The decay's factor for each tensor, from the weights as they are now."""
+    if not foreach:
+        return [penalty.factor(weight, rate) for weight in weights]
+    by: dict[int, Tensor] = {}
+    for alike in _alike(weights):
+        listed = penalty.factor(TensorList([weights[i] for i in alike]), rate).tensors
+        by.update(zip(alike, listed, strict=True))
+    return [by[i] for i in range(len(weights))]
+
+
+def multiply_(weights: Sequence[Tensor], by: Sequence[Tensor], *, foreach: bool = False) -> None:
+    """Multiply weights by their factors; half-precision weights are rounded once, at the end."""
+    if foreach and weights:
+        torch._foreach_mul_(list(weights), list(by))
+    else:
+        for weight, factor in zip(weights, by, strict=True):
+            weight.mul_(factor)
+
+
+def _alike(weights: Sequence[Tensor]) -> list[list[int]]:
+    """The indices of the tensors, put together where device and dtype are the same."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, weight in enumerate(weights):
+        groups.setdefault((weight.device, weight.dtype), []).append(i)
+    return list(groups.values())
