@@ -24,7 +24,6 @@ from pdecay.penalty import Lp, Penalty, as_penalty, check_number
 from pdecay.settings import Group
 from pdecay.step import effective_rate, factors, multiply_
 
-
 _DEFAULT_DECAY = Lp(1, 1e-2)
 
 

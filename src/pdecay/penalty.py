@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from pdecay.arrays import namespace
 
 Array = Any  # a numpy array, a torch tensor, or anything else that follows the array API
@@ -40,7 +41,8 @@ class Penalty:
         At p = 0, where lam/p has no limit, it is the count ``lam * #{w != 0}``.
         """
         x = magnitude(w)
-        return sum((term._value(x) for term in self.terms[1:]), self.terms[0]._value(x))
+        with np.errstate(over="ignore"):
+            return sum((term._value(x) for term in self.terms[1:]), self.terms[0]._value(x))
 
     def s(self, w: Array) -> Array:
         """The auxiliary variable at its optimum, ``|w|^(p-2)``; infinite at w = 0 for p < 2.
@@ -65,27 +67,24 @@ class Penalty:
         Guarded points: where ``lr * lam`` is 0 the factor is 1 everywhere, also at w_old = 0.
         Where it is not, the power is infinite at w_old = 0 for p < 2, and the factor exactly 0.
         """
-        if isinstance(lr, numbers.Real):
-            lr = check_number("lr", lr)
+        # An lr that lies on a device stays there: asking for its value would mean to wait for it.
+        rate = check_number("lr", lr) if isinstance(lr, numbers.Real) else None
         x = magnitude(w_old)
         xp = namespace(x)
         low, high = _normal_range(x)
         # 0 * inf is not a number: a term of weight 0 is left out, and one whose weight would
         # underflow to 0 (or overflow) in the weights' precision is kept representable.
-        rate = lr if isinstance(lr, numbers.Real) else 1.0
-        weights = [(p, min(max(rate * lam, low), high)) for p, lam in self.pairs() if rate * lam]
+        shares = [(p, lam if rate is None else rate * lam) for p, lam in self.pairs()]
+        weights = [(p, min(max(share, low), high)) for p, share in shares if share]
         if not weights:
             return xp.ones_like(x)
         with np.errstate(divide="ignore", over="ignore"):
             factor = _weighted_powers(x, weights)
-            if not isinstance(lr, numbers.Real):
+            if rate is None:
                 factor *= namespace(lr).clip(lr, low, high)
             factor += 1
             factor **= -1
-        if not isinstance(lr, numbers.Real):
-            # An lr on a device cannot be compared without waiting for it: select, do not branch.
-            factor = xp.where(lr > 0, factor, 1.0)
-        return factor
+        return factor if rate is not None else xp.where(lr > 0, factor, 1.0)
 
     def pairs(self) -> list[list[float]]:
         """``[[p, lam], ...]``: plain numbers, as they stand in an optimizer's ``param_groups``."""

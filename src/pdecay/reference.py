@@ -31,8 +31,8 @@ def pwd_step(w_tilde: float, w_old: float, pairs: Sequence[Sequence[float]], lr:
         return w_tilde
     x = abs(w_old)
     q = max(0.0, 2 - min(p for p, _ in active))
-    numerator = x**q
-    denominator = numerator + lr * sum(lam * x ** (p + q - 2) for p, lam in active)
+    numerator: float = x**q
+    denominator: float = numerator + lr * sum(lam * x ** (p + q - 2) for p, lam in active)
     return w_tilde * (numerator / denominator)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from pdecay.arrays import TensorList
-from pdecay.penalty import Penalty
+from pdecay.penalty import Penalty, check_number
 
 
 def effective_rate(lr: float | Tensor, scale: float, optimizer: Optimizer) -> float | Tensor:
@@ -19,17 +19,15 @@ def effective_rate(lr: float | Tensor, scale: float, optimizer: Optimizer) -> fl
     A number wherever it can be had for free; a tensor only where it lies on a device, so that
     nothing has to wait for it.
     """
-    if isinstance(lr, Tensor) and lr.device.type == "cpu" and not torch.compiler.is_compiling():
-        lr = lr.item()
-    if not isinstance(lr, Tensor) and not (math.isfinite(lr) and lr >= 0):
-        raise ValueError(f"lr must be finite and >= 0, got {lr!r}")
-    rate = lr * scale
+    on_device = isinstance(lr, Tensor) and (lr.device.type != "cpu" or is_compiling())
+    rate = lr * scale if on_device else check_number("lr", float(lr)) * scale
     found_inf = getattr(optimizer, "found_inf", None)  # set by GradScaler around fused steps
     if found_inf is None:
         return rate
     if found_inf.device.type == "cpu":
         return 0.0 if found_inf.item() else rate
-    return rate * (found_inf == 0)
+    skip: Tensor = found_inf != 0
+    return rate * ~skip
 
 
 def factors(
