@@ -1,11 +1,24 @@
 """Sparse neural networks by p-norm weight decay."""
 
 from pdecay.attach import attach
+from pdecay.auxiliary import Every, Instant, Slow
 from pdecay.doctor import doctor
 from pdecay.groups import param_groups
 from pdecay.optim import PSGD, PAdam
 from pdecay.penalty import Lp
 from pdecay.sparsity import prune_, sparsity
 
-__all__ = ["PSGD", "Lp", "PAdam", "attach", "doctor", "param_groups", "prune_", "sparsity"]
+__all__ = [
+    "PSGD",
+    "Every",
+    "Instant",
+    "Lp",
+    "PAdam",
+    "Slow",
+    "attach",
+    "doctor",
+    "param_groups",
+    "prune_",
+    "sparsity",
+]
 __version__ = "0.1.0"

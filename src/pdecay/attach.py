@@ -18,21 +18,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pdecay import settings
+from pdecay.auxiliary import Auxiliary, as_plain, decay_at_anchor_
 from pdecay.groups import warn_of_frozen
 from pdecay.penalty import Penalty, as_penalty, check_number
-from pdecay.settings import Group
+from pdecay.settings import Defaults, Group
 from pdecay.step import effective_rate, factors, multiply_
 
 LearningRate = float | Callable[[Group], float | Tensor] | None
 
 
-def attach(optimizer: Optimizer, decay: Penalty | None, *, lr: LearningRate = None) -> Attachment:
+def attach(
+    optimizer: Optimizer,
+    decay: Penalty | None,
+    *,
+    auxiliary: Auxiliary | None = None,
+    lr: LearningRate = None,
+) -> Attachment:
     """Add p-norm weight decay to an optimizer.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
         decay: the penalty for groups that have no ``"decay"`` of their own: an :class:`Lp`, a sum
             of them, or None. In such a group, tensors with fewer than two dimensions are spared.
+        auxiliary: how s follows the weights: ``Instant()`` (the default), ``Every(n)``,
+            ``Slow(rate)``. The last two keep an anchor for each weight and copy nothing.
         lr: the learning rate of the decay where it is not ``group["lr"]``: a number, or a
             function of the group for optimizers that find their own step size, for instance
             ``lambda group: group["d"] * group["lr"]`` for Prodigy.
@@ -60,15 +69,15 @@ def attach(optimizer: Optimizer, decay: Penalty | None, *, lr: LearningRate = No
         raise ValueError("there is nothing to decay: the optimizer has no parameters")
     if lr is not None and not callable(lr):
         check_number("lr", lr)
-    penalty = as_penalty(decay)
+    defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
     for group in optimizer.param_groups:
-        settings.write(dict(group), penalty)  # on a copy: all groups are checked before one changes
+        settings.write({**group}, defaults)  # on a copy: all are checked before one changes
         if lr is None and "lr" not in group:
             raise ValueError(
                 f"{type(optimizer).__name__} has no group['lr']: pass lr=, a number or a function "
                 "of the group"
             )
-    return Attachment(optimizer, penalty, lr)
+    return Attachment(optimizer, defaults, lr)
 
 
 def is_decaying(optimizer: Optimizer) -> bool:
@@ -82,9 +91,9 @@ def is_decaying(optimizer: Optimizer) -> bool:
 class Attachment:
     """The decay on one optimizer, as :func:`attach` made it."""
 
-    def __init__(self, optimizer: Optimizer, default: Penalty | None, lr: LearningRate) -> None:
+    def __init__(self, optimizer: Optimizer, defaults: Defaults, lr: LearningRate) -> None:
         self.optimizer = optimizer
-        self._default = default
+        self._defaults = defaults
         self._lr = lr
         self._defaulted: set[int] = set()  # the groups that had no decay of their own
         self._frame: FrameType | None = None  # the step() call whose weights are in _old
@@ -114,7 +123,7 @@ class Attachment:
         for index, group in enumerate(optimizer.param_groups):
             if "decay" not in group:
                 self._defaulted.add(index)
-            settings.write(group, self._default)
+            settings.write(group, self._defaults)
 
     def _complete_checkpoint(
         self, optimizer: Optimizer, state_dict: dict[str, Any]
@@ -137,8 +146,9 @@ class Attachment:
             penalty = settings.penalty_of(group)
             if penalty is None:
                 continue
+            # With an anchor of its own a weight need not be remembered.
             copies = [
-                (param, param.detach().clone())
+                (param, param if group["decay_auxiliary"] else param.detach().clone())
                 for param in group["params"]
                 if settings.decays(param, group) and (closure or param.grad is not None)
             ]
@@ -152,15 +162,18 @@ class Attachment:
         old, self._old, self._frame = self._old, [], None
         for group, penalty, copies in old:
             rate = self._rate(group)
+            anchored = group["decay_auxiliary"]
             for param, param_old in copies:
-                if param.grad is not None:
+                if param.grad is None:
+                    continue
+                if anchored:
+                    decay_at_anchor_(param, optimizer.state[param], anchored, penalty, rate)
+                else:
                     multiply_([param], factors([param_old], penalty, rate))
 
     def _rate(self, group: Group) -> float | Tensor:
-        lr = group["lr"] if self._lr is None else self._lr
-        if callable(lr) and not isinstance(lr, Tensor):
-            lr = lr(group)
-        return effective_rate(lr, group["decay_scale"], self.optimizer)
+        lr = self._lr(group) if callable(self._lr) else self._lr
+        return effective_rate(group, self.optimizer, lr)
 
 
 def _calling_step() -> FrameType:

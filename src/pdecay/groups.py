@@ -126,8 +126,8 @@ def frozen_in(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     frozen = []
     for g, group in enumerate(optimizer.param_groups):
         penalty = settings.penalty_of(group)
-        if penalty is None or not _absorbs(penalty):
-            continue
+        if penalty is None or not _absorbs(penalty) or group["decay_auxiliary"]:
+            continue  # with an anchor of its own, a weight can leave zero
         names = group.get("param_names")
         for i, param in enumerate(group["params"]):
             if settings.decays(param, group) and param.requires_grad and is_zero(param):

@@ -19,10 +19,11 @@ from torch.optim.optimizer import ParamsT, _default_to_fused_or_foreach
 from torch.optim.sgd import sgd
 
 from pdecay import settings
+from pdecay.auxiliary import Auxiliary, as_plain, decay_at_anchor_
 from pdecay.groups import warn_of_frozen
 from pdecay.penalty import Lp, Penalty, as_penalty, check_number
-from pdecay.settings import Group
-from pdecay.step import effective_rate, factors, multiply_
+from pdecay.settings import Defaults, Group
+from pdecay.step import check_rate, effective_rate, factors, multiply_
 
 _DEFAULT_DECAY = Lp(1, 1e-2)
 
@@ -35,7 +36,7 @@ class _Decaying(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):  # else torch has the clear error
             param_group = dict(param_group)
-            settings.write(param_group, as_penalty(self.defaults.get("decay")))
+            settings.write(param_group, self._defaults())
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -54,9 +55,7 @@ class _Decaying(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # Every rate is asked for first: a bad one is an error before any weight moves.
-        rates = [
-            effective_rate(group["lr"], group["decay_scale"], self) for group in self.param_groups
-        ]
+        rates = [effective_rate(group, self) for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             self._update(group, rate)
         return loss
@@ -64,8 +63,14 @@ class _Decaying(Optimizer):
     def _update(self, group: Group, rate: float | Tensor) -> None:
         raise NotImplementedError
 
-    def _finish_init(self, decay: Penalty | None) -> None:
-        self.defaults["decay"] = decay.pairs() if decay is not None else []
+    def _defaults(self) -> Defaults:
+        """From ``self.defaults``, since those are what deepcopy and pickle keep."""
+        penalty = as_penalty(self.defaults.get("decay"))
+        return Defaults(penalty, self.defaults.get("decay_auxiliary", []))
+
+    def _finish_init(self, defaults: Defaults) -> None:
+        self.defaults["decay"] = defaults.penalty.pairs() if defaults.penalty else []
+        self.defaults["decay_auxiliary"] = defaults.auxiliary
         warn_of_frozen(self)
 
 
@@ -83,6 +88,7 @@ class PAdam(_Decaying, AdamW):
         lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable: as in
             ``torch.optim.AdamW``; `weight_decay` is its L2 decay and off by default.
         decay: the penalty, :class:`Lp` or a sum of them; None for plain AdamW.
+        auxiliary: how s follows the weights: ``Instant()``, ``Every(n)`` or ``Slow(rate)``.
 
     Example:
         >>> model = torch.nn.Linear(8, 4)
@@ -108,12 +114,12 @@ class PAdam(_Decaying, AdamW):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        auxiliary: Auxiliary | None = None,
     ) -> None:
-        penalty = as_penalty(decay)
-        effective_rate(lr, 1.0, self)
+        defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
         super().__init__(
-            settings.with_settings(params, penalty),
-            lr,
+            settings.with_settings(params, defaults),
+            check_rate(lr),
             betas,
             eps,
             weight_decay,
@@ -122,7 +128,7 @@ class PAdam(_Decaying, AdamW):
             foreach=foreach,
             capturable=capturable,
         )
-        self._finish_init(penalty)
+        self._finish_init(defaults)
 
     def _update(self, group: Group, rate: float | Tensor) -> None:
         params: list[Tensor] = []
@@ -137,7 +143,7 @@ class PAdam(_Decaying, AdamW):
         beta1, beta2 = group["betas"]
         foreach = _use_foreach(params, group)
         for part in _parts(params, foreach):
-            decaying, by = _decay_of(params[part], group, rate, foreach)
+            decay = _Decay(params[part], group, rate, foreach)
             adam(
                 params[part],
                 grads[part],
@@ -159,7 +165,7 @@ class PAdam(_Decaying, AdamW):
                 maximize=group["maximize"],
                 decoupled_weight_decay=True,
             )
-            multiply_(decaying, by, foreach=foreach)
+            decay.apply_(self.state)
 
 
 class PSGD(_Decaying, SGD):
@@ -174,6 +180,7 @@ class PSGD(_Decaying, SGD):
         lr, momentum, dampening, nesterov, weight_decay, maximize, foreach: as in
             ``torch.optim.SGD``; `weight_decay` is its L2 term, which is added to the gradient.
         decay: the penalty, :class:`Lp` or a sum of them; None for plain SGD.
+        auxiliary: how s follows the weights: ``Instant()``, ``Every(n)`` or ``Slow(rate)``.
 
     Example:
         >>> model = torch.nn.Linear(8, 4)
@@ -197,12 +204,12 @@ class PSGD(_Decaying, SGD):
         weight_decay: float = 0.0,
         maximize: bool = False,
         foreach: bool | None = None,
+        auxiliary: Auxiliary | None = None,
     ) -> None:
-        penalty = as_penalty(decay)
-        effective_rate(lr, 1.0, self)
+        defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
         super().__init__(
-            settings.with_settings(params, penalty),
-            lr,
+            settings.with_settings(params, defaults),
+            check_rate(lr),
             check_number("momentum", momentum),
             dampening,
             check_number("weight_decay", weight_decay),
@@ -210,7 +217,7 @@ class PSGD(_Decaying, SGD):
             maximize=maximize,
             foreach=foreach,
         )
-        self._finish_init(penalty)
+        self._finish_init(defaults)
 
     def _update(self, group: Group, rate: float | Tensor) -> None:
         params: list[Tensor] = []
@@ -219,7 +226,7 @@ class PSGD(_Decaying, SGD):
         has_sparse_grad = self._init_group(group, params, grads, buffers)
         foreach = _use_foreach(params, group)
         for part in _parts(params, foreach):
-            decaying, by = _decay_of(params[part], group, rate, foreach)
+            decay = _Decay(params[part], group, rate, foreach)
             updated = buffers[part]
             sgd(
                 params[part],
@@ -235,7 +242,7 @@ class PSGD(_Decaying, SGD):
                 nesterov=group["nesterov"],
                 maximize=group["maximize"],
             )
-            multiply_(decaying, by, foreach=foreach)
+            decay.apply_(self.state)
             if group["momentum"]:
                 for param, buffer in zip(params[part], updated, strict=True):
                     self.state[param]["momentum_buffer"] = buffer
@@ -256,12 +263,25 @@ def _parts(params: list[Tensor], foreach: bool) -> Iterator[slice]:
         yield from (slice(i, i + 1) for i in range(len(params)))
 
 
-def _decay_of(
-    params: list[Tensor], group: Group, rate: float | Tensor, foreach: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters among these that decay, and their factors from the weights as they are."""
-    penalty = settings.penalty_of(group)
-    if penalty is None:
-        return [], []
-    decaying = [param for param in params if settings.decays(param, group)]
-    return decaying, factors(decaying, penalty, rate, foreach=foreach)
+class _Decay:
+    """The decay of some of a group's parameters: made before their update, applied after it."""
+
+    def __init__(
+        self, params: list[Tensor], group: Group, rate: float | Tensor, foreach: bool
+    ) -> None:
+        self.penalty = settings.penalty_of(group)
+        self.rate, self.foreach = rate, foreach
+        self.anchored = group["decay_auxiliary"]
+        self.params = [param for param in params if settings.decays(param, group)]
+        self.by: list[Tensor] = []
+        if self.penalty is not None and not self.anchored:
+            self.by = factors(self.params, self.penalty, rate, foreach=foreach)
+
+    def apply_(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        if self.penalty is None:
+            return
+        if not self.anchored:
+            multiply_(self.params, self.by, foreach=self.foreach)
+            return
+        for param in self.params:
+            decay_at_anchor_(param, state[param], self.anchored, self.penalty, self.rate)

@@ -3,38 +3,60 @@
 Hyper-parameters live in ``optimizer.param_groups``, where schedulers, checkpoints and people look
 for them, and as plain numbers, so that ``torch.load(weights_only=True)`` takes them:
 
-    group["decay"]        [[p, lam], ...]; [] is no decay
-    group["decay_scale"]  what every lam is multiplied by (schedules and targets move it)
-    group["decay_1d"]     whether tensors with fewer than two dimensions decay too. False where the
-                          group was given no decay of its own: a bare list of parameters holds
-                          biases and norms, which must be spared
+    group["decay"]            [[p, lam], ...]; [] is no decay
+    group["decay_scale"]      what every lam is multiplied by (schedules and targets move it)
+    group["decay_lr"]         the decay's own learning rate; None follows group["lr"]
+    group["decay_1d"]         whether tensors with fewer than two dimensions decay too. False where
+                              the group was given no decay of its own: a bare list of parameters
+                              holds biases and norms, which must be spared
+    group["decay_auxiliary"]  [n, rate, start]: how s follows the weights; [] is at once
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from pdecay.auxiliary import as_plain
 from pdecay.penalty import Penalty, as_penalty, check_number
 
 Group = dict[str, Any]
-KEYS = ("decay", "decay_scale", "decay_1d")
+KEYS = ("decay", "decay_scale", "decay_lr", "decay_1d", "decay_auxiliary")
 
 
-def write(group: Group, default: Penalty | None) -> None:
-    """Bring a group's settings into their plain form; `default` where it has no own decay."""
+@dataclass(frozen=True)
+class Defaults:
+    """What a group is given that says nothing of its own."""
+
+    penalty: Penalty | None
+    auxiliary: list[float] = field(default_factory=list)
+
+
+def write(group: Group, defaults: Defaults) -> None:
+    """Bring a group's settings into their plain form; `defaults` where it has none of its own.
+
+    Raises:
+        TypeError, ValueError: if one of them is no setting; the group is not changed then.
+    """
     own = "decay" in group
-    penalty = as_penalty(group["decay"]) if own else default
+    penalty = as_penalty(group["decay"]) if own else defaults.penalty
     scale = check_number("decay_scale", group.get("decay_scale", 1.0))
-    group["decay"] = penalty.pairs() if penalty is not None else []
-    group["decay_scale"] = scale
-    group.setdefault("decay_1d", own)
+    lr = group.get("decay_lr")
+    plain = {
+        "decay": penalty.pairs() if penalty is not None else [],
+        "decay_scale": scale,
+        "decay_lr": None if lr is None else check_number("decay_lr", lr),
+        "decay_1d": bool(group.get("decay_1d", own)),
+        "decay_auxiliary": as_plain(group.get("decay_auxiliary", defaults.auxiliary)),
+    }
+    group.update(plain)
 
 
-def with_settings(params: Iterable[Any], default: Penalty | None) -> list[Group]:
+def with_settings(params: Iterable[Any], defaults: Defaults) -> list[Group]:
     """Parameters in any form that a torch optimizer takes, as groups with their settings."""
     given = list(params)
     if given and not isinstance(given[0], dict):
@@ -43,7 +65,7 @@ def with_settings(params: Iterable[Any], default: Penalty | None) -> list[Group]
     if not any(group["params"] for group in groups):
         raise ValueError("there is nothing to optimize: the parameter list is empty")
     for group in groups:
-        write(group, default)
+        write(group, defaults)
     return groups
 
 
@@ -71,7 +93,7 @@ def completed(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]
     for index, (saved, current) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
         merged = {**{key: current[key] for key in KEYS if key in current}, **saved}
         try:
-            write(merged, None)
+            write(merged, Defaults(None))
         except (TypeError, ValueError) as error:
             raise type(error)(
                 f"the checkpoint's decay for parameter group {index} does not fit: {error}"

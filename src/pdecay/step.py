@@ -11,16 +11,25 @@ from torch.optim import Optimizer
 
 from pdecay.arrays import TensorList
 from pdecay.penalty import Penalty, check_number
+from pdecay.settings import Group
 
 
-def effective_rate(lr: float | Tensor, scale: float, optimizer: Optimizer) -> float | Tensor:
-    """``lr * scale``, or 0 where a gradient scaler has told the optimizer to skip this step.
+def effective_rate(
+    group: Group, optimizer: Optimizer, lr: float | Tensor | None = None
+) -> float | Tensor:
+    """The decay's learning rate times its scale; 0 where a gradient scaler skips this step.
 
-    A number wherever it can be had for free; a tensor only where it lies on a device, so that
-    nothing has to wait for it.
+    The rate is the group's "decay_lr", else `lr`, else the group's "lr". It is a number wherever
+    that can be had for free; a tensor only where it lies on a device, so that nothing has to wait.
     """
+    if group["decay_lr"] is not None:
+        lr = group["decay_lr"]
+    elif lr is None:
+        lr = group["lr"]
     on_device = isinstance(lr, Tensor) and (lr.device.type != "cpu" or is_compiling())
-    rate = lr * scale if on_device else check_number("lr", float(lr)) * scale
+    if not on_device:
+        lr = check_number("lr", lr.item() if isinstance(lr, Tensor) else lr)
+    rate: float | Tensor = lr * group["decay_scale"]
     found_inf = getattr(optimizer, "found_inf", None)  # set by GradScaler around fused steps
     if found_inf is None:
         return rate
@@ -28,6 +37,12 @@ def effective_rate(lr: float | Tensor, scale: float, optimizer: Optimizer) -> fl
         return 0.0 if found_inf.item() else rate
     skip: Tensor = found_inf != 0
     return rate * ~skip
+
+
+def check_rate(lr: float | Tensor) -> float | Tensor:
+    """The learning rate, if it is a finite number >= 0; else an error that names it."""
+    check_number("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
+    return lr
 
 
 def factors(
