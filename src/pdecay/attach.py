@@ -80,12 +80,19 @@ def attach(
     return Attachment(optimizer, defaults, lr)
 
 
+def attachment_of(optimizer: Optimizer) -> Attachment | None:
+    """The handle that :func:`attach` returned for this optimizer, as long as it is attached."""
+    owners = (getattr(hook, "__self__", None) for hook in _pre_hooks(optimizer))
+    return next((owner for owner in owners if isinstance(owner, Attachment)), None)
+
+
 def is_decaying(optimizer: Optimizer) -> bool:
     """Whether p-norm weight decay acts in this optimizer's step."""
-    return getattr(optimizer, "_decays", False) or any(
-        isinstance(getattr(hook, "__self__", None), Attachment)
-        for hook in optimizer._optimizer_step_pre_hooks.values()
-    )
+    return getattr(optimizer, "_decays", False) or attachment_of(optimizer) is not None
+
+
+def _pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    return list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
 
 
 class Attachment:
@@ -138,7 +145,7 @@ class Attachment:
         self._frame = frame
         self._write_settings(optimizer)
         for group in optimizer.param_groups:
-            self._rate(group)  # a bad learning rate is an error before the weights move
+            self.rate(group)  # a bad learning rate is an error before the weights move
         # A closure computes the gradients within the step: until then any weight may get one.
         closure = any(callable(value) for value in (*args[1:], *kwargs.values()))
         self._old = []
@@ -161,7 +168,7 @@ class Attachment:
             return
         old, self._old, self._frame = self._old, [], None
         for group, penalty, copies in old:
-            rate = self._rate(group)
+            rate = self.rate(group)
             anchored = group["decay_auxiliary"]
             for param, param_old in copies:
                 if param.grad is None:
@@ -171,7 +178,8 @@ class Attachment:
                 else:
                     multiply_([param], factors([param_old], penalty, rate))
 
-    def _rate(self, group: Group) -> float | Tensor:
+    def rate(self, group: Group) -> float | Tensor:
+        """The learning rate of the decay in this group, times its scale."""
         lr = self._lr(group) if callable(self._lr) else self._lr
         return effective_rate(group, self.optimizer, lr)
 
