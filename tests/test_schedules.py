@@ -7,7 +7,6 @@ import pdecay
 from pdecay import PSGD, Lp, PAdam
 from pdecay.schedules import LamSchedule, PSchedule
 
-
 LP = Lp(1.0, 0.5)
 
 

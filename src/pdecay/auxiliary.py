@@ -104,7 +104,8 @@ def decay_at_anchor_(
     every, follow, start = plain
     anchor = state.get("anchor")
     if anchor is None:
-        anchor = torch.full_like(param, _anchor_for(start, penalty), dtype=_real(param.dtype))
+        dtype = param.dtype.to_real() if param.is_complex() else param.dtype
+        anchor = torch.full_like(param, _anchor_for(start, penalty, dtype), dtype=dtype)
         state["anchor"] = anchor
         state["anchor_steps"] = 0
     param.mul_(penalty.factor(anchor, rate))
@@ -114,14 +115,15 @@ def decay_at_anchor_(
         anchor.copy_(torch.hypot(math.sqrt(1 - follow) * anchor, math.sqrt(follow) * param.abs()))
 
 
-def _anchor_for(start: float, penalty: Penalty) -> float:
-    """The magnitude at which s is `start`, for the term with the smallest p."""
+def _anchor_for(start: float, penalty: Penalty, dtype: torch.dtype) -> float:
+    """The magnitude at which s is `start`, for the term with the smallest p.
+
+    Near p = 2, where s hardly depends on it, it may lie beyond the numbers there are.
+    """
     p = min(p for p, _ in penalty.pairs())
-    return 1.0 if p == 2 else float(start ** (1 / (p - 2)))
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
+    log = math.log(start) / (p - 2) if p != 2 else 0.0
+    range_ = torch.finfo(dtype)
+    return math.exp(min(max(log, math.log(range_.smallest_normal)), math.log(range_.max) - 1))
 
 
 def _check_start(start: object) -> None:
