@@ -8,21 +8,24 @@ the factor that their old values give. Nothing else of the optimizer is touched.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
+from dataclasses import dataclass
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable would load the compiler now
 from torch.optim import Optimizer
 
 from pdecay import settings
 from pdecay.auxiliary import Auxiliary, as_plain, decay_at_anchor_
+from pdecay.frames import calling_step, is_inside
 from pdecay.groups import warn_of_frozen
+from pdecay.paths import path_for
 from pdecay.penalty import Penalty, as_penalty, check_number
 from pdecay.settings import Defaults, Group
-from pdecay.step import effective_rate, factors, multiply_
+from pdecay.step import decay_rate
 
 LearningRate = float | Callable[[Group], float | Tensor] | None
 
@@ -33,6 +36,7 @@ def attach(
     *,
     auxiliary: Auxiliary | None = None,
     lr: LearningRate = None,
+    fused: bool | None = None,
 ) -> Attachment:
     """Add p-norm weight decay to an optimizer.
 
@@ -45,6 +49,9 @@ def attach(
         lr: the learning rate of the decay where it is not ``group["lr"]``: a number, or a
             function of the group for optimizers that find their own step size, for instance
             ``lambda group: group["d"] * group["lr"]`` for Prodigy.
+        fused: whether the factor is computed and multiplied in one pass, with a power that is off
+            by less than 1e-5. False does it by torch's own operations, exactly as
+            ``w.mul_(penalty.factor(w_old, lr))``. None takes the fused C kernel on the CPU.
 
     Returns:
         A handle; its ``detach()`` takes the decay off again.
@@ -77,7 +84,7 @@ def attach(
                 f"{type(optimizer).__name__} has no group['lr']: pass lr=, a number or a function "
                 "of the group"
             )
-    return Attachment(optimizer, defaults, lr)
+    return Attachment(optimizer, defaults, lr, fused)
 
 
 def attachment_of(optimizer: Optimizer) -> Attachment | None:
@@ -95,16 +102,33 @@ def _pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     return list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
 
 
+@dataclass(frozen=True)
+class _Remembered:
+    """A weight before the step: itself, its old values, and what its decay takes."""
+
+    param: Tensor
+    old: Tensor
+    scale: float
+    group: Group
+
+
 class Attachment:
     """The decay on one optimizer, as :func:`attach` made it."""
 
-    def __init__(self, optimizer: Optimizer, defaults: Defaults, lr: LearningRate) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        defaults: Defaults,
+        lr: LearningRate,
+        fused: bool | None,
+    ) -> None:
         self.optimizer = optimizer
+        self.fused = fused
         self._defaults = defaults
         self._lr = lr
         self._defaulted: set[int] = set()  # the groups that had no decay of their own
-        self._frame: FrameType | None = None  # the step() call whose weights are in _old
-        self._old: list[tuple[Group, Penalty, list[tuple[Tensor, Tensor]]]] = []
+        self._frame: FrameType | None = None  # the step() call whose weights are remembered
+        self._remembered: list[_Remembered] = []
         self._write_settings(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -137,10 +161,10 @@ class Attachment:
     ) -> dict[str, Any]:
         return settings.completed(state_dict, optimizer.param_groups)
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        frame = _calling_step()
-        if self._frame is not None and _is_inside(frame, self._frame):
+        frame = calling_step()
+        if self._frame is not None and is_inside(frame, self._frame):
             return  # a step() within the step(), as when a subclass calls super().step()
         self._frame = frame
         self._write_settings(optimizer)
@@ -148,62 +172,47 @@ class Attachment:
             self.rate(group)  # a bad learning rate is an error before the weights move
         # A closure computes the gradients within the step: until then any weight may get one.
         closure = any(callable(value) for value in (*args[1:], *kwargs.values()))
-        self._old = []
+        self._remembered = []
         for group in optimizer.param_groups:
-            penalty = settings.penalty_of(group)
-            if penalty is None:
-                continue
-            # With an anchor of its own a weight need not be remembered.
-            copies = [
-                (param, param if group["decay_auxiliary"] else param.detach().clone())
-                for param in group["params"]
-                if settings.decays(param, group) and (closure or param.grad is not None)
-            ]
-            self._old.append((group, penalty, copies))
+            for i, param in enumerate(group["params"]):
+                scale = settings.scale_of(param, i, group)
+                if scale and (closure or param.grad is not None):
+                    # With an anchor of its own a weight need not be copied.
+                    old = param if group["decay_auxiliary"] else param.detach().clone()
+                    self._remembered.append(_Remembered(param, old, scale, group))
 
-    @torch.compiler.disable
+    @_disable_dynamo
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _calling_step() is not self._frame:
+        if calling_step() is not self._frame:
             return
-        old, self._old, self._frame = self._old, [], None
-        for group, penalty, copies in old:
-            rate = self.rate(group)
-            anchored = group["decay_auxiliary"]
-            for param, param_old in copies:
-                if param.grad is None:
-                    continue
-                if anchored:
-                    decay_at_anchor_(param, optimizer.state[param], anchored, penalty, rate)
-                else:
-                    multiply_([param], factors([param_old], penalty, rate))
+        moved = [one for one in self._remembered if one.param.grad is not None]
+        self._remembered, self._frame = [], None
+        fused: dict[tuple[ModuleType, int, float], list[_Remembered]] = {}
+        for one in moved:
+            path = path_for(one.param, self.fused)
+            if path is None or one.group["decay_auxiliary"]:
+                self._decay_(one)
+            else:
+                fused.setdefault((path, id(one.group), one.scale), []).append(one)
+        for (path, _, scale), alike in fused.items():
+            group = alike[0].group
+            params, olds = [one.param for one in alike], [one.old for one in alike]
+            path.shrink_(params, olds, terms=group["decay"], lr=self.rate(group) * scale)
+
+    def _decay_(self, one: _Remembered) -> None:
+        """By torch's own operations, on one weight."""
+        penalty = as_penalty(one.group["decay"])
+        rate = self.rate(one.group) * one.scale
+        if penalty is None:
+            return
+        if one.group["decay_auxiliary"]:
+            state = self.optimizer.state[one.param]
+            decay_at_anchor_(one.param, state, one.group["decay_auxiliary"], penalty, rate)
+        else:
+            one.param.mul_(penalty.factor(one.old, rate))
 
     def rate(self, group: Group) -> float | Tensor:
-        """The learning rate of the decay in this group, times its scale."""
+        """The learning rate of the decay in this group."""
         lr = self._lr(group) if callable(self._lr) else self._lr
-        return effective_rate(group, self.optimizer, lr)
-
-
-def _calling_step() -> FrameType:
-    """The frame of the ``step()`` that runs the hook: torch calls both hooks from the same one.
-
-    Counting calls instead would go wrong for good after a step that raised, since the hook after
-    it never runs.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _OPTIMIZER_FILE:
-            return frame
-        frame = frame.f_back
-    raise RuntimeError("an optimizer's step hook was called from outside a step()")
-
-
-def _is_inside(frame: FrameType | None, outer: FrameType) -> bool:
-    while frame is not None:
-        if frame is outer:
-            return True
-        frame = frame.f_back
-    return False
-
-
-_OPTIMIZER_FILE = sys.modules[Optimizer.__module__].__file__
+        return decay_rate(group, self.optimizer, lr)

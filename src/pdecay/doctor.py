@@ -13,7 +13,7 @@ from torch.optim import Adam, Optimizer
 from pdecay import settings
 from pdecay.attach import is_decaying
 from pdecay.groups import frozen_in, is_norm, owners_of
-from pdecay.penalty import Penalty, as_penalty, magnitude
+from pdecay.penalty import Penalty, magnitude
 
 Level = Literal["error", "warning", "hint"]
 _MOST_NAMES = 8  # a finding names no more parameters than a person reads
@@ -99,7 +99,7 @@ def _frozen(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
 
 
 def _decayed_norms_and_biases(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
-    decaying = {param for param, _, _ in _decaying(optimizer)}
+    decaying = {param for param, *_ in _decaying(optimizer)}
     found = [
         owners[0][0]
         for param, owners in owners_of(model)
@@ -121,7 +121,8 @@ def _settings(optimizer: Optimizer) -> Iterator[Finding]:
             continue
         where = f"group {index}"
         penalty = settings.penalty_of(group)
-        if penalty is None or not any(lam for _, lam in penalty.pairs()):
+        scales = [settings.scale_of(param, i, group) for i, param in enumerate(group["params"])]
+        if penalty is None or not any(lam for _, lam in penalty.pairs()) or not any(scales):
             yield Finding(
                 "warning",
                 f"{where}: lam or decay_scale is 0, so nothing decays now",
@@ -176,14 +177,14 @@ def _too_strong(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
     """A layer whose median weight is more than halved by one step will not live long."""
     names = _names(model)
     doomed = []
-    for param, group, penalty in _decaying(optimizer):
+    for param, scale, group, penalty in _decaying(optimizer):
         lr = group.get("lr")
         if lr is None or param.numel() == 0 or hasattr(param, "full_tensor"):
             continue
         values = magnitude(param.detach().flatten())
         alive = values[values > 0]
         if alive.numel():
-            factor = penalty.factor(alive.median(), float(lr) * group["decay_scale"])
+            factor = penalty.factor(alive.median(), float(lr) * scale)
             if float(factor) < 0.5:
                 doomed.append(names.get(param, "a parameter that is not the model's"))
     if doomed:
@@ -235,14 +236,16 @@ def _values(model: nn.Module) -> Iterator[Finding]:
         )
 
 
-def _decaying(optimizer: Optimizer) -> Iterator[tuple[Tensor, settings.Group, Penalty]]:
+def _decaying(optimizer: Optimizer) -> Iterator[tuple[Tensor, float, settings.Group, Penalty]]:
+    """Each parameter that decays, with its scale, its group and its penalty."""
     for group in optimizer.param_groups:
-        penalty = as_penalty(group["decay"])
+        penalty = settings.penalty_of(group)
         if penalty is None:
             continue
-        for param in group["params"]:
-            if settings.decays(param, group):
-                yield param, group, penalty
+        there_for = settings.decayed(group)
+        for i, param in enumerate(group["params"]):
+            if any(param is other for other in there_for):
+                yield param, settings.scale_of(param, i, group), group, penalty
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:

@@ -70,7 +70,7 @@ def param_groups(
             continue
         names = [name for name, _ in owners]
         if _matches(names, included):
-            if is_zero(param) and (penalty is None or _absorbs(penalty)):
+            if is_zero(param) and (penalty is None or penalty.absorbs):
                 frozen.append((names[0], param))
             decayed.append(param)
         elif decays_by_default(param, owners) and not (_matches(names, excluded) or is_zero(param)):
@@ -126,11 +126,11 @@ def frozen_in(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     frozen = []
     for g, group in enumerate(optimizer.param_groups):
         penalty = settings.penalty_of(group)
-        if penalty is None or not _absorbs(penalty) or group["decay_auxiliary"]:
+        if penalty is None or not penalty.absorbs or group["decay_auxiliary"]:
             continue  # with an anchor of its own, a weight can leave zero
         names = group.get("param_names")
         for i, param in enumerate(group["params"]):
-            if settings.decays(param, group) and param.requires_grad and is_zero(param):
+            if settings.scale_of(param, i, group) and param.requires_grad and is_zero(param):
                 shape = "x".join(map(str, param.shape))
                 name = names[i] if names else f"parameter {i} of group {g} ({shape})"
                 frozen.append((name, param))
@@ -163,10 +163,6 @@ def _stack_level() -> int:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("pdecay"):
         level, frame = level + 1, frame.f_back  # type: ignore[assignment]
     return level
-
-
-def _absorbs(penalty: Penalty) -> bool:
-    return any(p < 2 and lam > 0 for p, lam in penalty.pairs())
 
 
 def _patterns(name: str, patterns: Iterable[str] | str) -> list[str]:

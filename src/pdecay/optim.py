@@ -1,18 +1,22 @@
 """PAdam and PSGD: Adam and SGD with the decay step inside the update, no copy of the weights.
 
-Each is torch's own optimizer, state and arithmetic included, with three lines around the update of
-a tensor: the factor from the old weights, the update, the multiplication. So a checkpoint of
-``torch.optim.AdamW`` loads into :class:`PAdam`, and the results are those of :func:`pdecay.attach`
-to the last bit.
+By default, on the CPU, the update and the decay are one pass over memory in C. With an explicit
+``foreach`` or ``fused=False`` each is torch's own function, with three lines around it: the factor
+from the old weights, the update, the multiplication; the results are then those of
+:func:`pdecay.attach` to the last bit. State and its layout are torch's in every case, so that a
+checkpoint of ``torch.optim.AdamW`` loads into :class:`PAdam`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _default_to_fused_or_foreach
@@ -21,10 +25,16 @@ from torch.optim.sgd import sgd
 from pdecay import settings
 from pdecay.auxiliary import Auxiliary, as_plain, decay_at_anchor_
 from pdecay.groups import warn_of_frozen
+from pdecay.paths import path_for
 from pdecay.penalty import Lp, Penalty, as_penalty, check_number
 from pdecay.settings import Defaults, Group
-from pdecay.step import check_rate, effective_rate, factors, multiply_
+from pdecay.step import check_rate, decay_rate, factors, multiply_
 
+T = TypeVar("T")
+
+# torch's own updates, whose signatures are too much for a type checker to see through a star
+torch_adam: Callable[..., None] = adam
+torch_sgd: Callable[..., None] = sgd
 _DEFAULT_DECAY = Lp(1, 1e-2)
 
 
@@ -55,7 +65,7 @@ class _Decaying(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # Every rate is asked for first: a bad one is an error before any weight moves.
-        rates = [effective_rate(group, self) for group in self.param_groups]
+        rates = [decay_rate(group, self) for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             self._update(group, rate)
         return loss
@@ -68,7 +78,14 @@ class _Decaying(Optimizer):
         penalty = as_penalty(self.defaults.get("decay"))
         return Defaults(penalty, self.defaults.get("decay_auxiliary", []))
 
-    def _finish_init(self, defaults: Defaults) -> None:
+    def _finish_init(self, defaults: Defaults, fused: bool | None, foreach: bool | None) -> None:
+        if fused and foreach:
+            raise ValueError("fused and foreach are two ways to take the step: ask for one of them")
+        # torch must not see it: it would refuse what its own fused kernels cannot take, and tell
+        # gradient scalers to leave the unscaling to us
+        self.defaults["fused"] = fused
+        for group in self.param_groups:
+            group["fused"] = fused if group.get("fused") is None else group["fused"]
         self.defaults["decay"] = defaults.penalty.pairs() if defaults.penalty else []
         self.defaults["decay_auxiliary"] = defaults.auxiliary
         warn_of_frozen(self)
@@ -87,6 +104,9 @@ class PAdam(_Decaying, AdamW):
             tensors with fewer than two dimensions are spared. See :func:`pdecay.param_groups`.
         lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable: as in
             ``torch.optim.AdamW``; `weight_decay` is its L2 decay and off by default.
+        fused: True for one pass over memory: in C on the CPU, by ``torch.compile`` elsewhere; its
+            power is off by less than 1e-5. None takes the C kernel where it works and `foreach`
+            is not given. False for torch's own operations.
         decay: the penalty, :class:`Lp` or a sum of them; None for plain AdamW.
         auxiliary: how s follows the weights: ``Instant()``, ``Every(n)`` or ``Slow(rate)``.
 
@@ -113,6 +133,7 @@ class PAdam(_Decaying, AdamW):
         amsgrad: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
+        fused: bool | None = None,
         capturable: bool = False,
         auxiliary: Auxiliary | None = None,
     ) -> None:
@@ -128,7 +149,7 @@ class PAdam(_Decaying, AdamW):
             foreach=foreach,
             capturable=capturable,
         )
-        self._finish_init(defaults)
+        self._finish_init(defaults, fused, foreach)
 
     def _update(self, group: Group, rate: float | Tensor) -> None:
         params: list[Tensor] = []
@@ -137,35 +158,35 @@ class PAdam(_Decaying, AdamW):
         exp_avg_sqs: list[Tensor] = []
         max_exp_avg_sqs: list[Tensor] = []
         state_steps: list[Tensor] = []
-        has_complex = self._init_group(
-            group, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
-        )
+        streams = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
+        has_complex = self._init_group({**group, "fused": False}, *streams)
         beta1, beta2 = group["betas"]
-        foreach = _use_foreach(params, group)
-        for part in _parts(params, foreach):
-            decay = _Decay(params[part], group, rate, foreach)
-            adam(
-                params[part],
-                grads[part],
-                exp_avgs[part],
-                exp_avg_sqs[part],
-                max_exp_avg_sqs[part],
-                state_steps[part],
-                foreach=foreach,
-                fused=False,
-                capturable=group["capturable"],
-                differentiable=False,
-                has_complex=has_complex,
-                amsgrad=group["amsgrad"],
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=group["maximize"],
-                decoupled_weight_decay=True,
-            )
-            decay.apply_(self.state)
+        settings_of_adam: dict[str, Any] = {
+            "lr": _plain(group["lr"]),
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "amsgrad": group["amsgrad"],
+            "maximize": group["maximize"],
+        }
+        for part in _parts(params, group, rate):
+            chosen = [part.of(stream) for stream in streams]
+            part.prepare()
+            if part.path is not None:
+                part.path.adam_(*chosen, terms=part.terms, rate=rate, **settings_of_adam)
+            else:
+                torch_adam(
+                    *chosen,
+                    foreach=part.foreach,
+                    fused=False,
+                    capturable=group["capturable"],
+                    differentiable=False,
+                    has_complex=has_complex,
+                    decoupled_weight_decay=True,
+                    **settings_of_adam,
+                )
+            part.finish(self.state)
 
 
 class PSGD(_Decaying, SGD):
@@ -179,6 +200,7 @@ class PSGD(_Decaying, SGD):
         params: parameters, named parameters, or groups, as in :class:`PAdam`.
         lr, momentum, dampening, nesterov, weight_decay, maximize, foreach: as in
             ``torch.optim.SGD``; `weight_decay` is its L2 term, which is added to the gradient.
+        fused: as in :class:`PAdam`.
         decay: the penalty, :class:`Lp` or a sum of them; None for plain SGD.
         auxiliary: how s follows the weights: ``Instant()``, ``Every(n)`` or ``Slow(rate)``.
 
@@ -204,6 +226,7 @@ class PSGD(_Decaying, SGD):
         weight_decay: float = 0.0,
         maximize: bool = False,
         foreach: bool | None = None,
+        fused: bool | None = None,
         auxiliary: Auxiliary | None = None,
     ) -> None:
         defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
@@ -217,71 +240,134 @@ class PSGD(_Decaying, SGD):
             maximize=maximize,
             foreach=foreach,
         )
-        self._finish_init(defaults)
+        self._finish_init(defaults, fused, foreach)
 
     def _update(self, group: Group, rate: float | Tensor) -> None:
         params: list[Tensor] = []
         grads: list[Tensor] = []
         buffers: list[Tensor | None] = []
-        has_sparse_grad = self._init_group(group, params, grads, buffers)
-        foreach = _use_foreach(params, group)
-        for part in _parts(params, foreach):
-            decay = _Decay(params[part], group, rate, foreach)
-            updated = buffers[part]
-            sgd(
-                params[part],
-                grads[part],
-                updated,
-                foreach=foreach,
-                fused=False,
-                has_sparse_grad=has_sparse_grad,
-                weight_decay=group["weight_decay"],
-                momentum=group["momentum"],
-                lr=group["lr"],
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
-            )
-            decay.apply_(self.state)
+        has_sparse_grad = self._init_group({**group, "fused": False}, params, grads, buffers)
+        settings_of_sgd: dict[str, Any] = {
+            "lr": _plain(group["lr"]),
+            "momentum": group["momentum"],
+            "dampening": group["dampening"],
+            "nesterov": group["nesterov"],
+            "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"],
+        }
+        for part in _parts(params, group, rate, only_dense=not has_sparse_grad):
+            weights, gradients, kept = part.of(params), part.of(grads), part.of(buffers)
+            part.prepare()
+            if part.path is not None:
+                fresh = [not group["momentum"] or buffer is None for buffer in kept or weights]
+                if group["momentum"]:
+                    kept = [
+                        torch.empty_like(weight) if buffer is None else buffer
+                        for weight, buffer in zip(weights, kept, strict=True)
+                    ]
+                part.path.sgd_(
+                    *(weights, gradients, kept),
+                    terms=part.terms,
+                    rate=rate,
+                    first=fresh,
+                    **settings_of_sgd,
+                )
+            else:
+                torch_sgd(
+                    *(weights, gradients, kept),
+                    foreach=part.foreach,
+                    fused=False,
+                    has_sparse_grad=has_sparse_grad,
+                    **settings_of_sgd,
+                )
             if group["momentum"]:
-                for param, buffer in zip(params[part], updated, strict=True):
-                    self.state[param]["momentum_buffer"] = buffer
+                for weight, buffer in zip(weights, kept, strict=True):
+                    self.state[weight]["momentum_buffer"] = buffer
+            part.finish(self.state)
+
+
+@dataclass
+class _Part:
+    """Some of a group's parameters that are updated together: same path, same scale."""
+
+    params: list[Tensor]
+    indices: list[int]  # among the group's parameters that have a gradient
+    path: ModuleType | None
+    foreach: bool
+    penalty: Penalty | None  # None where nothing decays
+    scale: float
+    anchored: Sequence[float]
+    rate: float | Tensor
+
+    def of(self, stream: list[T]) -> list[T]:
+        """What of a list in the parameters' order belongs to this part (or nothing has it)."""
+        return [stream[i] for i in self.indices] if stream else []
+
+    @property
+    def terms(self) -> list[tuple[float, float]]:
+        """The decay for a fused kernel; an anchor's is applied apart."""
+        if self.penalty is None or self.anchored:
+            return []
+        return [(p, lam * self.scale) for p, lam in self.penalty.pairs()]
+
+    def prepare(self) -> None:
+        """Before the update: the factors, from the weights as they are."""
+        self.factors: list[Tensor] = []
+        if self.penalty is not None and self.path is None and not self.anchored:
+            self.factors = factors(
+                self.params, self.penalty, self.rate * self.scale, foreach=self.foreach
+            )
+
+    def finish(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        """After the update: the multiplication, where it was not part of it."""
+        if self.factors:
+            multiply_(self.params, self.factors, foreach=self.foreach)
+        if self.penalty is not None and self.anchored:
+            for param in self.params:
+                rate = self.rate * self.scale
+                decay_at_anchor_(param, state[param], self.anchored, self.penalty, rate)
+
+
+def _parts(
+    params: list[Tensor], group: Group, rate: float | Tensor, only_dense: bool = True
+) -> Iterator[_Part]:
+    """A group's parameters that have a gradient, as few parts as their paths and scales allow.
+
+    Without foreach each parameter is a part, so that one factor is in memory at a time.
+    """
+    penalty = settings.penalty_of(group)
+    scales = {param: settings.scale_of(param, i, group) for i, param in enumerate(group["params"])}
+    fused = group["fused"]
+    if (fused is None and group["foreach"] is not None) or not only_dense:
+        fused = False
+    paths = [path_for(param, fused) for param in params]
+    foreach = _use_foreach([p for p, path in zip(params, paths, strict=True) if not path], group)
+    parts: dict[tuple[Any, ...], list[int]] = {}
+    for i, (param, path) in enumerate(zip(params, paths, strict=True)):
+        alone = i if path is None and not foreach else None
+        parts.setdefault((path, scales[param], alone), []).append(i)
+    for (path, scale, _), indices in parts.items():
+        yield _Part(
+            params=[params[i] for i in indices],
+            indices=indices,
+            path=path,
+            foreach=foreach,
+            penalty=penalty if scale else None,
+            scale=scale,
+            anchored=group["decay_auxiliary"],
+            rate=rate,
+        )
+
+
+def _plain(lr: float | Tensor) -> float | Tensor:
+    """A learning rate that lies on the CPU as a number, which every path takes."""
+    if isinstance(lr, Tensor) and lr.device.type == "cpu" and not is_compiling():
+        return lr.item()
+    return lr
 
 
 def _use_foreach(params: list[Tensor], group: Group) -> bool:
     """The group's choice; without one, foreach on accelerators, as torch chooses."""
     if group["foreach"] is not None:
         return bool(group["foreach"])
-    return bool(_default_to_fused_or_foreach(params, differentiable=False)[1])
-
-
-def _parts(params: list[Tensor], foreach: bool) -> Iterator[slice]:
-    """All at once for foreach; else one by one, so that one factor is in memory at a time."""
-    if foreach:
-        yield slice(None)
-    else:
-        yield from (slice(i, i + 1) for i in range(len(params)))
-
-
-class _Decay:
-    """The decay of some of a group's parameters: made before their update, applied after it."""
-
-    def __init__(
-        self, params: list[Tensor], group: Group, rate: float | Tensor, foreach: bool
-    ) -> None:
-        self.penalty = settings.penalty_of(group)
-        self.rate, self.foreach = rate, foreach
-        self.anchored = group["decay_auxiliary"]
-        self.params = [param for param in params if settings.decays(param, group)]
-        self.by: list[Tensor] = []
-        if self.penalty is not None and not self.anchored:
-            self.by = factors(self.params, self.penalty, rate, foreach=foreach)
-
-    def apply_(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        if self.penalty is None:
-            return
-        if not self.anchored:
-            multiply_(self.params, self.by, foreach=self.foreach)
-            return
-        for param in self.params:
-            decay_at_anchor_(param, state[param], self.anchored, self.penalty, self.rate)
+    return bool(params) and bool(_default_to_fused_or_foreach(params, differentiable=False)[1])

@@ -86,6 +86,11 @@ class Penalty:
             factor **= -1
         return factor if rate is not None else xp.where(lr > 0, factor, 1.0)
 
+    @property
+    def absorbs(self) -> bool:
+        """Whether zero is a fixed point of the step: it is for p < 2."""
+        return any(term.p < 2 and term.lam > 0 for term in self.terms)
+
     def pairs(self) -> list[list[float]]:
         """``[[p, lam], ...]``: plain numbers, as they stand in an optimizer's ``param_groups``."""
         return [[term.p, term.lam] for term in self.terms]

@@ -4,7 +4,8 @@ Hyper-parameters live in ``optimizer.param_groups``, where schedulers, checkpoin
 for them, and as plain numbers, so that ``torch.load(weights_only=True)`` takes them:
 
     group["decay"]            [[p, lam], ...]; [] is no decay
-    group["decay_scale"]      what every lam is multiplied by (schedules and targets move it)
+    group["decay_scale"]      what every lam is multiplied by (schedules and targets move it); one
+                              number, or a list with one for each parameter
     group["decay_lr"]         the decay's own learning rate; None follows group["lr"]
     group["decay_1d"]         whether tensors with fewer than two dimensions decay too. False where
                               the group was given no decay of its own: a bare list of parameters
@@ -14,7 +15,7 @@ for them, and as plain numbers, so that ``torch.load(weights_only=True)`` takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,11 +45,11 @@ def write(group: Group, defaults: Defaults) -> None:
     """
     own = "decay" in group
     penalty = as_penalty(group["decay"]) if own else defaults.penalty
-    scale = check_number("decay_scale", group.get("decay_scale", 1.0))
+    scale = group.get("decay_scale", 1.0)
     lr = group.get("decay_lr")
     plain = {
         "decay": penalty.pairs() if penalty is not None else [],
-        "decay_scale": scale,
+        "decay_scale": _checked_scale(scale, group.get("params", ())),
         "decay_lr": None if lr is None else check_number("decay_lr", lr),
         "decay_1d": bool(group.get("decay_1d", own)),
         "decay_auxiliary": as_plain(group.get("decay_auxiliary", defaults.auxiliary)),
@@ -70,15 +71,22 @@ def with_settings(params: Iterable[Any], defaults: Defaults) -> list[Group]:
 
 
 def penalty_of(group: Group) -> Penalty | None:
-    """The penalty that a group's plain numbers stand for; None where nothing is to be done."""
-    return as_penalty(group["decay"]) if group["decay_scale"] else None
+    """The penalty that a group's plain numbers stand for; None where it decays nothing."""
+    return as_penalty(group["decay"])
 
 
-def decays(param: Tensor, group: Group) -> bool:
-    """Whether the group's decay acts on this parameter."""
-    if not group["decay"]:
-        return False
-    return bool(group["decay_1d"]) or is_lazy(param) or param.ndim >= 2
+def scale_of(param: Tensor, index: int, group: Group) -> float:
+    """What lam is multiplied by for the group's parameter at this index; 0 if it does not decay."""
+    if not group["decay"] or not (group["decay_1d"] or is_lazy(param) or param.ndim >= 2):
+        return 0.0
+    scale = group["decay_scale"]
+    return float(scale[index] if isinstance(scale, list) else scale)
+
+
+def decayed(group: Group) -> list[Tensor]:
+    """The parameters that the group's decay is there for, whatever its scale is now."""
+    unscaled = {**group, "decay_scale": 1.0}
+    return [param for i, param in enumerate(group["params"]) if scale_of(param, i, unscaled)]
 
 
 def completed(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
@@ -100,6 +108,16 @@ def completed(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]
             ) from None
         filled.append(merged)
     return {**state_dict, "param_groups": filled}
+
+
+def _checked_scale(scale: object, params: Sequence[Any]) -> float | list[float]:
+    if not isinstance(scale, list):
+        return check_number("decay_scale", scale)
+    if len(scale) != len(params):
+        raise ValueError(
+            f"decay_scale has {len(scale)} numbers for a group of {len(params)} parameters"
+        )
+    return [check_number("decay_scale", number) for number in scale]
 
 
 def _listed(params: Any) -> list[Any]:

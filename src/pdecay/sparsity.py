@@ -190,9 +190,7 @@ def _all_zero(is_zero: Tensor) -> tuple[int, ...]:
 
 def _decayed_by(optimizer: Optimizer, param: Tensor) -> bool:
     return any(
-        "decay" in group
-        and any(param is other for other in group["params"])
-        and settings.decays(param, group)
+        "decay" in group and any(param is other for other in settings.decayed(group))
         for group in optimizer.param_groups
     )
 

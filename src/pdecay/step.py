@@ -14,13 +14,13 @@ from pdecay.penalty import Penalty, check_number
 from pdecay.settings import Group
 
 
-def effective_rate(
+def decay_rate(
     group: Group, optimizer: Optimizer, lr: float | Tensor | None = None
 ) -> float | Tensor:
-    """The decay's learning rate times its scale; 0 where a gradient scaler skips this step.
+    """The decay's learning rate; 0 where a gradient scaler skips this step.
 
-    The rate is the group's "decay_lr", else `lr`, else the group's "lr". It is a number wherever
-    that can be had for free; a tensor only where it lies on a device, so that nothing has to wait.
+    It is the group's "decay_lr", else `lr`, else the group's "lr". It is a number wherever that
+    can be had for free; a tensor only where it lies on a device, so that nothing has to wait.
     """
     if group["decay_lr"] is not None:
         lr = group["decay_lr"]
@@ -29,7 +29,7 @@ def effective_rate(
     on_device = isinstance(lr, Tensor) and (lr.device.type != "cpu" or is_compiling())
     if not on_device:
         lr = check_number("lr", lr.item() if isinstance(lr, Tensor) else lr)
-    rate: float | Tensor = lr * group["decay_scale"]
+    rate: float | Tensor = lr
     found_inf = getattr(optimizer, "found_inf", None)  # set by GradScaler around fused steps
     if found_inf is None:
         return rate

@@ -1,58 +1,63 @@
 /* The optimizers' own updates of a block of weights, times the factor of decay.h.
  *
- * Included once for REAL = float and once for REAL = double (see step.c). A block is small enough for the
- * first cache, so that its loops (factor, update) are together one pass over memory. `block` holds the
- * streams, the weights first.
+ * Included once for REAL = float and once for REAL = double (see step.c). A loop either computes the factor
+ * itself (`form` is a constant; the fastest, for the arithmetic then hides behind the memory) or finds it in
+ * block.factor, filled by a loop before it (form READY). A block fits the first caches, so that both are one pass
+ * over memory. Only what training mostly runs has a loop for each form: all combinations would take long to
+ * compile.
  */
 
-enum { WEIGHT, GRADIENT, AVERAGE, SQUARE, LARGEST_SQUARE };     /* Adam */
-enum { BUFFER = 2 };                                            /* SGD: weight, gradient, momentum buffer */
-enum { OLD_WEIGHT, NEW_WEIGHT };                                /* shrink */
-
-typedef struct NAME(block) {
+typedef struct {
     REAL *stream[STREAMS];
-    const REAL *factor;
+    REAL *factor;               /* room for the factors of the block */
     int64_t n;
 } NAME(block);
 
-/* Below the smallest normal number arithmetic is slow and a weight is as good as gone: +0.0.
- * `tiny` is 0 where nothing decays. A NaN is not below anything and stays. */
-static inline REAL NAME(flush)(REAL w, REAL tiny) { return FABS(w) < tiny ? 0 : w; }
-
-static inline void NAME(adam_loop)(const adam_settings *adam, const double *tensor, NAME(block) block, int amsgrad)
+/* Below the smallest normal number a weight is as good as gone, and arithmetic is slow: write +0.0. Where the
+ * processor flushes (step.c has told it to, if anything decays) only the sign of zero is left to do. A NaN
+ * stays. `tiny` is 0 where nothing decays. */
+static inline REAL NAME(flush)(REAL w, REAL tiny)
 {
-    const REAL beta1 = (REAL)adam->beta1, new1 = (REAL)(1 - adam->beta1);
+#ifdef PROCESSOR_FLUSHES
+    (void)tiny;
+    return w + 0;               /* -0.0 + 0.0 is +0.0 */
+#else
+    return FABS(w) < tiny ? 0 : w;
+#endif
+}
+
+static inline void NAME(adam_loop)(const adam_settings *adam, const NAME(decay) *rule, const double *tensor,
+                                   NAME(block) block, int amsgrad, int form)
+{
+    const NAME(decay) decay = *rule;
+    const REAL beta1 = (REAL)adam->beta1, new1 = (REAL)(adam->maximize ? adam->beta1 - 1 : 1 - adam->beta1);
     const REAL beta2 = (REAL)adam->beta2, new2 = (REAL)(1 - adam->beta2);
-    const REAL eps = (REAL)adam->eps, sign = adam->maximize ? -1 : 1;
-    const REAL keep = (REAL)(1 - adam->lr * adam->weight_decay), tiny = (REAL)adam->tiny;
+    const REAL eps = (REAL)adam->eps, keep = (REAL)(1 - adam->lr * adam->weight_decay), tiny = (REAL)adam->tiny;
     const REAL step_size = (REAL)tensor[0], per_root = (REAL)tensor[1];
     REAL *restrict w = block.stream[WEIGHT], *restrict m = block.stream[AVERAGE];
     REAL *restrict v = block.stream[SQUARE], *restrict largest = block.stream[LARGEST_SQUARE];
     const REAL *restrict grad = block.stream[GRADIENT], *restrict factor = block.factor;
     for (int64_t i = 0; i < block.n; i++) {
-        REAL g = sign * grad[i];
+        REAL g = grad[i];
         REAL average = beta1 * m[i] + new1 * g;
         REAL square = beta2 * v[i] + new2 * g * g;
         m[i] = average;
         v[i] = square;
-        if (amsgrad) largest[i] = square = largest[i] > square ? largest[i] : square;
+        if (amsgrad) {
+            REAL before = largest[i];
+            square = before > square ? before : square;
+            largest[i] = square;
+        }
         REAL w_tilde = keep * w[i] - step_size * average / (SQRT(square) * per_root + eps);
-        w[i] = NAME(flush)(w_tilde * factor[i], tiny);
+        REAL shrink = form == READY ? factor[i] : NAME(factor_of)(&decay, form, w[i]);
+        w[i] = NAME(flush)(w_tilde * shrink, tiny);
     }
 }
 
-static void NAME(adam)(const void *settings, const double *tensor, NAME(block) block)
+static inline void NAME(sgd_loop)(const sgd_settings *sgd, const NAME(decay) *rule, NAME(block) block, int momentum,
+                                  int first, int nesterov, int form)
 {
-    NAME(adam_loop)(settings, tensor, block, 0);
-}
-
-static void NAME(amsgrad)(const void *settings, const double *tensor, NAME(block) block)
-{
-    NAME(adam_loop)(settings, tensor, block, 1);
-}
-
-static inline void NAME(sgd_loop)(const sgd_settings *sgd, NAME(block) block, int momentum, int first, int nesterov)
-{
+    const NAME(decay) decay = *rule;
     const REAL lr = (REAL)sgd->lr, keep = (REAL)sgd->momentum, new = (REAL)(1 - sgd->dampening);
     const REAL weight_decay = (REAL)sgd->weight_decay, sign = sgd->maximize ? -1 : 1, tiny = (REAL)sgd->tiny;
     REAL *restrict w = block.stream[WEIGHT], *restrict buffer = block.stream[BUFFER];
@@ -65,24 +70,59 @@ static inline void NAME(sgd_loop)(const sgd_settings *sgd, NAME(block) block, in
             buffer[i] = move;
             if (nesterov) move = g + keep * move;
         }
-        w[i] = NAME(flush)((w[i] - lr * move) * factor[i], tiny);
+        REAL w_tilde = w[i] - lr * move;
+        REAL shrink = form == READY ? factor[i] : NAME(factor_of)(&decay, form, w[i]);
+        w[i] = NAME(flush)(w_tilde * shrink, tiny);
     }
 }
 
-static void NAME(sgd)(const void *settings, const double *tensor, NAME(block) block)
+/* One loop for each form that has one of its own; falls through for the others. */
+#define LOOP_OF_ITS_FORM(LOOP)                 \
+    switch (decay->form) {                     \
+    case FLAT: LOOP(FLAT); return;             \
+    case P_0: LOOP(P_0); return;               \
+    case P_HALF: LOOP(P_HALF); return;         \
+    case P_1: LOOP(P_1); return;               \
+    case P_3_2: LOOP(P_3_2); return;           \
+    case POWER: LOOP(POWER); return;           \
+    case TWO_POWERS: LOOP(TWO_POWERS); return; \
+    }
+
+static void NAME(adam)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
-    const sgd_settings *sgd = settings;
-    const int first = tensor[0] != 0;
-    if (sgd->momentum == 0) NAME(sgd_loop)(sgd, block, 0, 0, 0);
-    else if (first && sgd->nesterov) NAME(sgd_loop)(sgd, block, 1, 1, 1);
-    else if (first) NAME(sgd_loop)(sgd, block, 1, 1, 0);
-    else if (sgd->nesterov) NAME(sgd_loop)(sgd, block, 1, 0, 1);
-    else NAME(sgd_loop)(sgd, block, 1, 0, 0);
+#define LOOP(FORM) NAME(adam_loop)(settings, decay, tensor, block, 0, FORM)
+    if (HOT) LOOP_OF_ITS_FORM(LOOP)
+    NAME(factor_block)(decay, block.stream[WEIGHT], block.factor, block.n);
+    LOOP(READY);
+#undef LOOP
 }
 
-static void NAME(shrink)(const void *settings, const double *tensor, NAME(block) block)
+static void NAME(amsgrad)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
+{
+    NAME(factor_block)(decay, block.stream[WEIGHT], block.factor, block.n);
+    NAME(adam_loop)(settings, decay, tensor, block, 1, READY);
+}
+
+static void NAME(sgd)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
+{
+    const sgd_settings *sgd = settings;
+    const int momentum = sgd->momentum != 0, first = tensor[0] != 0;
+#define LOOP(FORM) NAME(sgd_loop)(sgd, decay, block, 1, 0, 0, FORM)
+    if (HOT && momentum && !first && !sgd->nesterov) LOOP_OF_ITS_FORM(LOOP)
+#undef LOOP
+    NAME(factor_block)(decay, block.stream[WEIGHT], block.factor, block.n);
+    if (!momentum) NAME(sgd_loop)(sgd, decay, block, 0, 0, 0, READY);
+    else if (first && sgd->nesterov) NAME(sgd_loop)(sgd, decay, block, 1, 1, 1, READY);
+    else if (first) NAME(sgd_loop)(sgd, decay, block, 1, 1, 0, READY);
+    else if (sgd->nesterov) NAME(sgd_loop)(sgd, decay, block, 1, 0, 1, READY);
+    else NAME(sgd_loop)(sgd, decay, block, 1, 0, 0, READY);
+}
+#undef LOOP_OF_ITS_FORM
+
+static void NAME(shrink)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
     (void)settings, (void)tensor;
-    REAL *restrict w = block.stream[NEW_WEIGHT];
+    NAME(factor_block)(decay, block.stream[OLD_WEIGHT], block.factor, block.n);
+    REAL *restrict w = block.stream[WEIGHT];
     for (int64_t i = 0; i < block.n; i++) w[i] = NAME(flush)(w[i] * block.factor[i], SMALLEST);
 }

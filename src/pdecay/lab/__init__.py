@@ -1,0 +1,1 @@
+"""Experiments: what the demo trains, measures and draws. Needs ``pip install 'pdecay[lab]'``."""

@@ -1,0 +1,242 @@
+"""Compile a C file of this folder at first use, and find it compiled ever after.
+
+`load("step")` compiles `step.c` with the system's compiler into a shared library and opens it with
+ctypes. The library is kept per source, compiler, processor and OpenMP runtime in a private folder
+(`PDECAY_CACHE`, else `$XDG_CACHE_HOME/pdecay`, else `~/.cache/pdecay`). Whatever goes wrong ends in
+one `KernelUnavailable` with a reason of one line: the caller has another way to do the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+__all__ = ["KernelUnavailable", "load"]
+
+SOURCES = Path(__file__).parent
+TIMEOUT = 60.0  # seconds for one run of the compiler
+DIGEST_SIZE = hashlib.sha256().digest_size
+
+# Not -ffast-math: it would break the rounding trick of fastpow.h and hide NaN, and gcc before 13
+# links a library that has it with crtfastmath.o, which flushes denormals in the whole process.
+COMMON = (
+    "-std=c11",
+    "-fPIC",
+    "-O2",
+    "-ftree-vectorize",
+    "-fno-math-errno",  # sqrt as one instruction
+    "-fno-trapping-math",  # conditions as masks
+    "-ffp-contract=fast",  # fused multiply-add
+)
+# From the fastest to what every compiler takes. The first asks for full vectors and for prefetches
+# in every loop: with a power to compute, the arithmetic would otherwise wait for the memory.
+TUNINGS = (
+    (
+        "-march=native",
+        "-mprefer-vector-width=512",
+        "-fvect-cost-model=dynamic",
+        "-fprefetch-loop-arrays",
+        "--param=simultaneous-prefetches=100",
+        "--param=prefetch-latency=400",
+        "--param=prefetch-min-insn-to-mem-ratio=1",
+    ),
+    ("-march=native", "-O3"),
+    ("-O3",),
+)
+
+
+class KernelUnavailable(RuntimeError):
+    """A compiled kernel cannot be had here; the message says why, in one line."""
+
+
+_lock = threading.Lock()
+_loaded: dict[str, ctypes.CDLL | KernelUnavailable] = {}
+
+
+def load(name: str) -> ctypes.CDLL:
+    """The shared library of `name`.c, compiled now or taken from the cache.
+
+    A failure is remembered: it costs its time once in a process.
+    """
+    with _lock:
+        if name not in _loaded:
+            try:
+                _loaded[name] = _load(name)
+            except KernelUnavailable as reason:
+                _loaded[name] = reason
+            except OSError as error:
+                _loaded[name] = KernelUnavailable(f"cannot build {name}.c: {_one_line(str(error))}")
+        found = _loaded[name]
+    if isinstance(found, KernelUnavailable):
+        raise KernelUnavailable(str(found))  # a fresh one: no old traceback grows with every raise
+    return found
+
+
+def _load(name: str) -> ctypes.CDLL:
+    compiler = _compiler()
+    runtime = _openmp_runtime()
+    file_name = f"{name}-{_key(name, compiler, runtime)}.so"
+    with contextlib.ExitStack() as stack:
+        folder = _cache_folder()
+        if folder is None:  # nowhere to keep it: compile for this process only
+            temporary = tempfile.TemporaryDirectory(prefix="pdecay-")
+            folder = Path(stack.enter_context(temporary))
+        path = folder / file_name
+        library = _open(path)
+        return library if library is not None else _build(name, compiler, runtime, path)
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    """The library at `path`, or None where there is none that is whole and ours.
+
+    It ends with its own digest: half a library would not fail to load, it would crash (SIGBUS).
+    """
+    try:
+        content = path.read_bytes()
+        body, digest = content[:-DIGEST_SIZE], content[-DIGEST_SIZE:]
+        if path.stat().st_uid != os.getuid() or hashlib.sha256(body).digest() != digest:
+            return None
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
+
+
+def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> ctypes.CDLL:
+    """Compile into `path` by the first set of options that works, and open it.
+
+    The finished file is moved into place at once, so that of two processes that compile the same
+    kernel each finds a whole one.
+    """
+    reason = "no option tried"
+    for options, link in _attempts(runtime):
+        handle, part = tempfile.mkstemp(suffix=".so", prefix=f"{name}-", dir=path.parent)
+        os.close(handle)
+        try:
+            object_file = f"{part}.o"
+            source = str(SOURCES / f"{name}.c")
+            _run([*compiler, *COMMON, *options, "-c", source, "-o", object_file])
+            try:
+                _run([*compiler, "-shared", object_file, *link, "-lm", "-o", part])
+            finally:
+                os.unlink(object_file)
+            ctypes.CDLL(part)  # before it is anyone's: all symbols must resolve
+            content = Path(part).read_bytes()
+            with open(part, "ab") as file:
+                file.write(hashlib.sha256(content).digest())
+            os.replace(part, path)
+            return ctypes.CDLL(str(path))
+        except KernelUnavailable as error:
+            reason = str(error)
+        except OSError as error:
+            reason = _one_line(str(error))
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(part)
+    raise KernelUnavailable(f"cannot compile {name}.c: {reason}")
+
+
+def _attempts(runtime: str | None) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Options to compile with and to link with, in the order in which to try them.
+
+    The OpenMP runtime that torch has loaded comes first: a second one would bring threads of its
+    own, which spin while torch works. Without any, the kernels run on one thread.
+    """
+    openmp = [(("-fopenmp",), (runtime,))] if runtime else []
+    openmp += [(("-fopenmp",), ("-fopenmp",)), ((), ())]
+    return [((*tuning, *flags), link) for flags, link in openmp for tuning in TUNINGS]
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        raise KernelUnavailable(f"{command[0]} took more than {TIMEOUT:.0f} s") from None
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        telling = next((line for line in lines if "error" in line.lower()), lines[-1])
+        raise KernelUnavailable(f"{command[0]}: {_one_line(telling)}")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+def _compiler() -> list[str]:
+    """The command of the C compiler: `CC` if set, else the first of cc, gcc, clang on the path."""
+    if not hasattr(os, "getuid"):
+        raise KernelUnavailable("no kernels on this system: it is not a POSIX one")
+    given = shlex.split(os.environ.get("CC", ""))
+    for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
+        path = shutil.which(command[0])
+        if path:
+            return [path, *command[1:]]
+    raise KernelUnavailable(f"no C compiler found ({given[0] if given else 'cc, gcc, clang'})")
+
+
+@functools.cache
+def _openmp_runtime() -> str | None:
+    """The file of the OpenMP runtime that this process has loaded already, torch's as a rule."""
+    import torch  # noqa: F401 (loads its runtime)
+
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:  # not Linux
+        return None
+    found = re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)\S*\.so[.\d]*)$", maps, re.MULTILINE)
+    return found[0] if found else None
+
+
+def _key(name: str, compiler: list[str], runtime: str | None) -> str:
+    """All that the library depends on, as a short name."""
+    program = os.stat(compiler[0])
+    parts = [*compiler, str(program.st_size), str(program.st_mtime_ns), str(runtime)]
+    parts += [*COMMON, repr(TUNINGS), platform.machine(), platform.system(), _processor()]
+    for source in [SOURCES / f"{name}.c", *sorted(SOURCES.glob("*.h"))]:
+        parts += [source.name, source.read_text()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    """What -march=native depends on: a home folder may be shared by different machines."""
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    first = info.split("\n\n", 1)[0]
+    wanted = ("model name", "flags", "features", "cpu part", "cpu variant", "isa", "cpu")
+    lines = (line.partition(":") for line in first.splitlines())
+    return "\n".join(value for key, _, value in lines if key.strip().lower() in wanted)
+
+
+def _cache_folder() -> Path | None:
+    """The folder of compiled kernels, or None if none can be written.
+
+    Code is run from it, so it has to be ours and closed to everyone else.
+    """
+    root = os.environ.get("PDECAY_CACHE")
+    if not root:
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        root = os.path.join(caches, "pdecay")
+    folder = Path(root).absolute() / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            return None
+        if found.st_mode & 0o077:
+            folder.chmod(0o700)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None

@@ -1,0 +1,267 @@
+"""The fused steps through `torch.compile`, for accelerators and where no C compiler fits `native`.
+
+One function of flat tensors is compiled, with sizes left open, and called for each tensor (small
+ones are put together first). All hyper-parameters are elements of a tensor, so that none of them
+is ever a reason to compile again: lr, betas, lam, p, the step count, decay_scale. Compiled anew is
+only what the function's text depends on: device and dtype, how many terms there are and which of
+them have a cheap form, amsgrad, nesterov, and whether gradients come scaled. The first step of
+each such kind takes some seconds; inductor keeps the result on disk.
+
+On an accelerator nothing waits for the device: lr, rate, found_inf, grad_scale and the step counts
+may be tensors there.
+
+The functions are those of `pdecay.kernels.native`, and so is their documentation.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdecay.kernels.build import KernelUnavailable
+from pdecay.kernels.native import Tensors, Terms, _is_dense, _local
+
+__all__ = ["adam_", "sgd_", "shrink_", "supports", "why_not"]
+
+Number = float | Tensor
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_SMALL = 1 << 15  # weights of a tensor that is put together with others rather than pay for a call
+_CHEAP = {0.0: "p_0", 0.5: "p_half", 1.0: "p_1", 1.5: "p_3_2"}
+
+
+def supports(tensor: Tensor) -> bool:
+    """Whether the kernel can update this weight, given that torch.compile works for its device."""
+    return why_not(tensor) is None
+
+
+def why_not(tensor: Tensor) -> str | None:
+    """Why the kernel cannot update this weight, in a few words; None if it can."""
+    tensor = _local(tensor)
+    if tensor.dtype not in _DTYPES:
+        return f"of dtype {str(tensor.dtype).removeprefix('torch.')}"
+    if tensor.layout != torch.strided or not _is_dense(tensor):
+        return "not dense in memory"
+    return None
+
+
+# ---- the flat functions: pure tensor code, which also runs uncompiled ----
+
+
+class Kind(NamedTuple):
+    """What a compiled function depends on, beyond dtype and device."""
+
+    form: str  # "flat", "p_0", "p_half", "p_1", "p_3_2" or "powers"
+    powers: int
+    bits: bool  # log2 and exp2 by bit tricks: faster on a CPU, slower on an accelerator
+    scaled: bool = False  # gradients come multiplied by grad_scale
+    skippable: bool = False  # there is a found_inf
+    amsgrad: bool = False
+    momentum: bool = False
+    first: bool = False
+    nesterov: bool = False
+
+
+def _log2_parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """log2 x as an exponent (times 2^23) and a rest within -1/2 .. 1/2; see fastpow.h."""
+    bits = x.view(torch.int32)
+    exponent = (bits - 0x3F3504F3) & -0x800000
+    z = (bits - exponent).view(torch.float32) - 1.0
+    zz = z * z
+    high = (0.479348 - 0.36749 * z) + zz * (0.32215494 - 0.20659186 * z)
+    return exponent.to(torch.float32), ((1.4427135 - 0.72113186 * z) + zz * high) * z
+
+
+def _power(log: tuple[Tensor, Tensor], q: Tensor, whole: Tensor) -> Tensor:
+    """x^q * 2^whole; see fastpow.h."""
+    rounder = 1.5 * 2**23 + 127
+    exponent, part = log[0] * 2.0**-23, log[1]
+    rounded = (q * exponent + (q * part + whole)) + rounder
+    z = q * part + (q * exponent + ((whole + rounder) - rounded))
+    zz = z * z
+    high = (0.2402212 + 0.05550713 * z) + zz * (0.009675542 + 0.0013276472 * z)
+    scale = rounded.view(torch.int32).clamp(0x4B400001, 0x4B4000FD) << 23
+    return ((1.0000001 + 0.69314694 * z) + zz * high) * scale.view(torch.float32)
+
+
+def _factor(w: Tensor, numbers: Sequence[Tensor], kind: Kind) -> Tensor:
+    """The factor of `_decay_numbers`."""
+    flat, at_zero, per_knee, *powers = numbers
+    x = w.abs()
+    if kind.form == "powers":
+        total = torch.ones_like(x)
+        log = _log2_parts(x) if kind.bits else (x.log2(), x)
+        for k in range(kind.powers):
+            q, whole, mantissa = powers[3 * k : 3 * k + 3]
+            if kind.bits:
+                total = total + mantissa * _power(log, q, whole)
+            else:
+                total = total + mantissa * (q * log[0] + whole).exp2()
+        factor = flat / total
+    elif kind.form == "flat":
+        return flat.expand_as(w)
+    else:
+        y = x * per_knee
+        t = {"p_0": y * y, "p_half": y * y.sqrt(), "p_1": y, "p_3_2": y.sqrt()}[kind.form]
+        t = t.clamp(max=2.0**30 if w.dtype == torch.float32 else 2.0**60)
+        factor = flat * t / (t + 1)
+    return torch.where(x < torch.finfo(w.dtype).tiny, at_zero, factor)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def _flush(w: Tensor) -> Tensor:
+    return torch.where(w.abs() < torch.finfo(w.dtype).tiny, 0.0, w)
+
+
+def _write(kind: Kind, skip: Tensor | None, *changes: tuple[Tensor, Tensor]) -> None:
+    for target, value in changes:
+        if kind.skippable and skip is not None:
+            value = torch.where(skip != 0, _wide(target), value)
+        target.copy_(value)
+
+
+def _flat_adam(
+    streams: list[Tensor], numbers: Tensor, skip: Tensor | None, kind: Kind
+) -> None:
+    new1, beta1, new2, beta2, eps, keep, step_size, per_root, scale, *decay = numbers.unbind()
+    w, g, m, v = (_wide(stream) for stream in streams[:4])
+    changes = []
+    if kind.scaled:
+        g = g / scale
+        changes.append((streams[1], g))
+    m = beta1 * m + new1 * g
+    v = beta2 * v + new2 * g * g
+    changes += [(streams[2], m), (streams[3], v)]
+    if kind.amsgrad:
+        v = torch.maximum(_wide(streams[4]), v)
+        changes.append((streams[4], v))
+    w_tilde = keep * w - step_size * m / (v.sqrt() * per_root + eps)
+    changes.append((streams[0], _flush(w_tilde * _factor(w, decay, kind))))
+    _write(kind, skip, *changes)
+
+
+def _flat_sgd(streams: list[Tensor], numbers: Tensor, skip: Tensor | None, kind: Kind) -> None:
+    lr, momentum, new, weight_decay, sign, scale, *decay = numbers.unbind()
+    w, g = _wide(streams[0]), _wide(streams[1])
+    changes = []
+    if kind.scaled:
+        g = g / scale
+        changes.append((streams[1], g))
+    g = sign * g + weight_decay * w
+    move = g
+    if kind.momentum:
+        move = g if kind.first else momentum * _wide(streams[2]) + new * g
+        changes.append((streams[2], move))
+        if kind.nesterov:
+            move = g + momentum * move
+    changes.append((streams[0], _flush((w - lr * move) * _factor(w, decay, kind))))
+    _write(kind, skip, *changes)
+
+
+def _flat_shrink(streams: list[Tensor], numbers: Tensor, skip: Tensor | None, kind: Kind) -> None:
+    w = _wide(streams[0])
+    factor = _factor(_wide(streams[1]), numbers.unbind(), kind)
+    _write(kind, skip, (streams[0], _flush(w * factor)))
+
+
+# ---- the steps ----
+
+
+def adam_(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
+    state_steps: Tensors,
+    *,
+    terms: Terms,
+    lr: Number,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    amsgrad: bool,
+    maximize: bool,
+    rate: Number | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """As `native.adam_`; numbers and step counts may also be tensors on the device."""
+    if _is_host(found_inf) and found_inf.item():
+        return
+    if state_steps:
+        torch._foreach_add_(list(state_steps), 1)
+    streams = [params, grads, exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
+    new1 = beta1 - 1 if maximize else 1 - beta1
+    fixed = (new1, beta1, 1 - beta2, beta2, eps, 1 - lr * weight_decay)
+    corrections: dict[Any, tuple[Number, Number]] = {}
+
+    def numbers_of(i: int) -> tuple[Any, Sequence[Number]]:
+        step: Number = state_steps[i]
+        step = step.item() if _is_host(step) else step
+        key = step if isinstance(step, float) else i
+        if key not in corrections:
+            corrections[key] = (lr / (1 - beta1**step), (1 - beta2**step) ** -0.5)
+        return key, (*fixed, *corrections[key])
+
+    kind = Kind("", 0, False, amsgrad=amsgrad)
+    _run(
+        *(_flat_adam, streams, kind, numbers_of),
+        *(terms, lr if rate is None else rate, grad_scale, found_inf),
+    )
+    if found_inf is not None and not _is_host(found_inf) and state_steps:
+        torch._foreach_sub_(list(state_steps), [found_inf.to(state_steps[0].dtype)] * len(state_steps))
+
+
+def sgd_(
+    params: Tensors,
+    grads: Tensors,
+    momentum_buffers: Tensors,
+    *,
+    terms: Terms,
+    lr: Number,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    weight_decay: float,
+    maximize: bool,
+    first: bool | Sequence[bool] = False,
+    rate: Number | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """As `native.sgd_`; numbers may also be tensors on the device."""
+    if _is_host(found_inf) and found_inf.item():
+        return
+    fresh = [first] * len(params) if isinstance(first, bool) else list(first)
+    streams = [params, grads, momentum_buffers] if momentum != 0 else [params, grads]
+    numbers = (lr, momentum, 1 - dampening, weight_decay, -1.0 if maximize else 1.0)
+    for is_first in set(fresh):
+        chosen = [i for i, value in enumerate(fresh) if value == is_first]
+        kind = Kind(
+            *("", 0, False), momentum=momentum != 0, first=is_first and momentum != 0, nesterov=nesterov
+        )
+        _run(
+            _flat_sgd,
+            [[stream[i] for i in chosen] for stream in streams],
+            kind,
+            lambda _: (None, numbers),
+            *(terms, lr if rate is None else rate, grad_scale, found_inf),
+        )
+
+
+def shrink_(params: Tensors, olds: Tensors, *, terms: Terms, lr: Number) -> None:
+    """As `native.shrink_`; lr may also be a tensor on the device."""
+    live = [(p, lam) for p, lam in terms if lam != 0]
+    if not live or (not isinstance(lr, Tensor) and lr == 0):
+        return
+    _run(_flat_shrink, [params, olds], Kind("", 0, False), lambda _: (None, ()), live, lr, None, None)

@@ -1,0 +1,310 @@
+/* The fused steps: an optimizer's own update and the decay, for a whole list of tensors, in one pass over
+ * memory and one parallel region. Plain C on raw pointers: no PyTorch header, so no ABI to match.
+ *
+ *   w <- w_tilde / (1 + sum_k c_k |w_old|^(p_k - 2)),   c_k = lr * lam_k
+ *
+ * All tensors are cut into chunks of similar size, which the threads take one after another (a thread that the
+ * system holds up delays no other), and chunks into blocks that fit the first caches. decay.h has the factor,
+ * update.h the updates, fastpow.h the power. Half-precision tensors are widened to float blocks and narrowed
+ * after. The loops are plain C that compilers vectorise; build.py has the flags and why they are what they are.
+ *
+ * native.py is the only caller: it has checked devices, dtypes and layouts.
+ */
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+
+#include "fastpow.h"
+
+enum { STREAMS = 5, BLOCK = 1024 };                /* 1024 weights: 4 kB a stream in float */
+enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };      /* as in native.py */
+enum { DONE, BAD_DTYPE, NO_MEMORY };
+enum { FLAT, P_0, P_HALF, P_1, P_3_2, POWER, TWO_POWERS, POWERS, READY };     /* see decay.h, update.h */
+
+/* The streams of each step. */
+enum { WEIGHT, GRADIENT, AVERAGE, SQUARE, LARGEST_SQUARE };     /* Adam */
+enum { BUFFER = 2 };                                            /* SGD: weight, gradient, momentum buffer */
+enum { OLD_WEIGHT = 1 };                                        /* shrink: weight, weight before the update */
+
+typedef struct { double lr, beta1, beta2, eps, weight_decay, tiny; int maximize; } adam_settings;
+typedef struct { double lr, momentum, dampening, weight_decay, tiny; int nesterov, maximize; } sgd_settings;
+
+/* Weights on their way to zero pass through denormal numbers, and so do the averages of a dead unit; x86
+ * computes with those a hundred times slower. There, flush them: in this thread, from enter to leave only. */
+#if defined(__SSE2_MATH__)
+#define PROCESSOR_FLUSHES
+static unsigned enter_flush(int decays)
+{
+    unsigned before = __builtin_ia32_stmxcsr();
+    if (decays) __builtin_ia32_ldmxcsr(before | 0x8040);        /* flush to zero, denormals are zero */
+    return before;
+}
+static void leave_flush(unsigned before) { __builtin_ia32_ldmxcsr(before); }
+#else
+static unsigned enter_flush(int decays) { return (unsigned)decays; }
+static void leave_flush(unsigned before) { (void)before; }
+#endif
+
+#define REAL float
+#define NAME(x) x##_f32
+#define FABS fabsf
+#define SQRT sqrtf
+#define SMALLEST FLT_MIN
+#define LARGEST FLT_MAX
+#define T_LIMIT 0x1p30f
+#define EXPONENT_STEP 0x1p23
+#define HOT 1
+#include "decay.h"
+#include "update.h"
+#undef REAL
+#undef NAME
+#undef FABS
+#undef SQRT
+#undef SMALLEST
+#undef LARGEST
+#undef T_LIMIT
+#undef EXPONENT_STEP
+#undef HOT
+
+#define REAL double
+#define NAME(x) x##_f64
+#define FABS fabs
+#define SQRT sqrt
+#define SMALLEST DBL_MIN
+#define LARGEST DBL_MAX
+#define T_LIMIT 0x1p60
+#define EXPONENT_STEP 0x1p52
+#define HOT 0
+#include "decay.h"
+#include "update.h"
+
+/* One call: the streams of all tensors and what to do with a block of them. */
+typedef struct {
+    int dtype, threads, streams;
+    unsigned written;                   /* bit s: stream s changes */
+    int64_t tensors;
+    const int64_t *sizes;
+    void *const *data;                  /* data[s * tensors + i]: stream s of tensor i */
+    const double *scalars;              /* two numbers of each tensor, for the update */
+    double grad_scale;                  /* what the gradients are to be divided by, or 0 */
+    const void *settings;
+    void (*update_f32)(const void *, const decay_f32 *, const double *, block_f32);
+    void (*update_f64)(const void *, const decay_f64 *, const double *, block_f64);
+    decay_f32 decay_f32;
+    decay_f64 decay_f64;
+    int decays;
+} job;
+
+/* ---- half precision ---- */
+
+static void widen(int dtype, const void *from, float *to, int64_t n)
+{
+    if (dtype == BFLOAT16) {
+        const uint16_t *half = from;
+        for (int64_t i = 0; i < n; i++) to[i] = float_of((int32_t)((uint32_t)half[i] << 16));
+    }
+#ifdef __FLT16_MAX__
+    else {
+        const _Float16 *half = from;
+        for (int64_t i = 0; i < n; i++) to[i] = half[i];
+    }
+#endif
+}
+
+static void narrow(int dtype, const float *from, void *to, int64_t n)
+{
+    if (dtype == BFLOAT16) {
+        uint16_t *half = to;
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t bits = (uint32_t)bits_f32(from[i]);
+            uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;      /* to nearest, ties to even */
+            half[i] = from[i] == from[i] ? (uint16_t)rounded : 0x7fc0;        /* a NaN must not round to inf */
+        }
+    }
+#ifdef __FLT16_MAX__
+    else {
+        _Float16 *half = to;
+        for (int64_t i = 0; i < n; i++) half[i] = (_Float16)from[i];
+    }
+#endif
+}
+
+/* ---- weights begin .. end of one tensor ---- */
+
+static void run_f32(const job *job, int64_t tensor, int64_t begin, int64_t end)
+{
+    float factor[BLOCK];
+    for (int64_t at = begin; at < end; at += BLOCK) {
+        block_f32 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
+        for (int s = 0; s < job->streams; s++)
+            block.stream[s] = (float *)job->data[s * job->tensors + tensor] + at;
+        if (job->grad_scale)
+            for (int64_t i = 0; i < block.n; i++) block.stream[GRADIENT][i] /= (float)job->grad_scale;
+        job->update_f32(job->settings, &job->decay_f32, job->scalars + 2 * tensor, block);
+    }
+}
+
+static void run_f64(const job *job, int64_t tensor, int64_t begin, int64_t end)
+{
+    double factor[BLOCK];
+    for (int64_t at = begin; at < end; at += BLOCK) {
+        block_f64 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
+        for (int s = 0; s < job->streams; s++)
+            block.stream[s] = (double *)job->data[s * job->tensors + tensor] + at;
+        if (job->grad_scale)
+            for (int64_t i = 0; i < block.n; i++) block.stream[GRADIENT][i] /= job->grad_scale;
+        job->update_f64(job->settings, &job->decay_f64, job->scalars + 2 * tensor, block);
+    }
+}
+
+static void run_half(const job *job, int64_t tensor, int64_t begin, int64_t end)
+{
+    float factor[BLOCK], wide[STREAMS][BLOCK];
+    for (int64_t at = begin; at < end; at += BLOCK) {
+        block_f32 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
+        for (int s = 0; s < job->streams; s++) {
+            block.stream[s] = wide[s];
+            widen(job->dtype, (uint16_t *)job->data[s * job->tensors + tensor] + at, wide[s], block.n);
+        }
+        if (job->grad_scale)
+            for (int64_t i = 0; i < block.n; i++) wide[GRADIENT][i] /= (float)job->grad_scale;
+        job->update_f32(job->settings, &job->decay_f32, job->scalars + 2 * tensor, block);
+        for (int s = 0; s < job->streams; s++)
+            if (job->written >> s & 1)
+                narrow(job->dtype, wide[s], (uint16_t *)job->data[s * job->tensors + tensor] + at, block.n);
+    }
+}
+
+/* ---- all tensors, all threads ---- */
+
+static int64_t chunk_size(const job *job)
+{
+    int64_t total = 0;
+    for (int64_t i = 0; i < job->tensors; i++) total += job->sizes[i];
+    int64_t chunk = total / (16 * job->threads) / BLOCK * BLOCK;
+    return chunk < 4 * BLOCK ? 4 * BLOCK : chunk > 32 * BLOCK ? 32 * BLOCK : chunk;
+}
+
+static int run(const job *job)
+{
+    if (job->dtype < FLOAT32 || job->dtype > FLOAT16) return BAD_DTYPE;
+#ifndef __FLT16_MAX__
+    if (job->dtype == FLOAT16) return BAD_DTYPE;
+#endif
+    const int64_t chunk = chunk_size(job);
+    int64_t *chunks_before = malloc(((size_t)job->tensors + 1) * sizeof *chunks_before);
+    if (!chunks_before) return NO_MEMORY;
+    chunks_before[0] = 0;
+    for (int64_t i = 0; i < job->tensors; i++)
+        chunks_before[i + 1] = chunks_before[i] + (job->sizes[i] + chunk - 1) / chunk;
+    const int64_t chunks = chunks_before[job->tensors];
+
+    #pragma omp parallel num_threads(job->threads) if (job->threads > 1 && chunks > 1)
+    {
+        unsigned before = enter_flush(job->decays);
+        #pragma omp for schedule(dynamic)
+        for (int64_t c = 0; c < chunks; c++) {
+            int64_t low = 0, high = job->tensors;         /* the tensor whose chunks hold c */
+            while (high - low > 1) {
+                int64_t middle = (low + high) / 2;
+                if (chunks_before[middle] <= c) low = middle;
+                else high = middle;
+            }
+            int64_t begin = (c - chunks_before[low]) * chunk, end = begin + chunk;
+            if (end > job->sizes[low]) end = job->sizes[low];
+            if (job->dtype == FLOAT32) run_f32(job, low, begin, end);
+            else if (job->dtype == FLOAT64) run_f64(job, low, begin, end);
+            else run_half(job, low, begin, end);
+        }
+        leave_flush(before);
+    }
+    free(chunks_before);
+    return DONE;
+}
+
+/* ---- what native.py calls ---- */
+
+/* `threads`: torch.get_num_threads(). `data`: one array of pointers, all weights, then all of the next stream.
+ * `p`, `c`: the terms, c = lr * lam; those with c = 0 are gone already. `grad_scale`: 0 for none. */
+
+int pdecay_adam(int dtype, int threads, int64_t tensors, const int64_t *sizes, void *const *data, int64_t terms,
+                const double *p, const double *c, double grad_scale, void *const *steps, int double_steps,
+                double lr, double beta1, double beta2, double eps, double weight_decay, int amsgrad, int maximize)
+{
+    power_f32 powers_f32[terms + 1];
+    power_f64 powers_f64[terms + 1];
+    adam_settings settings = { lr, beta1, beta2, eps, weight_decay, 0, maximize };
+    if (terms) settings.tiny = dtype == FLOAT64 ? DBL_MIN : FLT_MIN;
+    double *scalars = malloc((2 * (size_t)tensors + 1) * sizeof *scalars);
+    if (!scalars) return NO_MEMORY;
+    for (int64_t i = 0; i < tensors; i++) {
+        double step = double_steps ? ++*(double *)steps[i] : (double)++*(float *)steps[i];
+        scalars[2 * i] = lr / (1 - pow(beta1, step));
+        scalars[2 * i + 1] = 1 / sqrt(1 - pow(beta2, step));
+    }
+    job job = {
+        .dtype = dtype, .threads = threads, .streams = amsgrad ? 5 : 4, .tensors = tensors, .sizes = sizes,
+        .written = 1u << WEIGHT | 1u << AVERAGE | 1u << SQUARE | 1u << LARGEST_SQUARE
+                   | (grad_scale ? 1u << GRADIENT : 0),
+        .data = data, .scalars = scalars, .grad_scale = grad_scale, .settings = &settings,
+        .update_f32 = amsgrad ? amsgrad_f32 : adam_f32, .update_f64 = amsgrad ? amsgrad_f64 : adam_f64,
+        .decay_f32 = plan_decay_f32(terms, p, c, powers_f32), .decay_f64 = plan_decay_f64(terms, p, c, powers_f64),
+        .decays = terms > 0,
+    };
+    int status = run(&job);
+    free(scalars);
+    return status;
+}
+
+/* `first[i]`: the momentum buffer of tensor i is fresh; it is written without being read. */
+int pdecay_sgd(int dtype, int threads, int64_t tensors, const int64_t *sizes, void *const *data, int64_t terms,
+               const double *p, const double *c, double grad_scale, const unsigned char *first, double lr,
+               double momentum, double dampening, int nesterov, double weight_decay, int maximize)
+{
+    power_f32 powers_f32[terms + 1];
+    power_f64 powers_f64[terms + 1];
+    sgd_settings settings = { lr, momentum, dampening, weight_decay, 0, nesterov, maximize };
+    if (terms) settings.tiny = dtype == FLOAT64 ? DBL_MIN : FLT_MIN;
+    double *scalars = malloc((2 * (size_t)tensors + 1) * sizeof *scalars);
+    if (!scalars) return NO_MEMORY;
+    for (int64_t i = 0; i < tensors; i++) scalars[2 * i] = first[i];
+    job job = {
+        .dtype = dtype, .threads = threads, .streams = momentum ? 3 : 2, .tensors = tensors, .sizes = sizes,
+        .written = 1u << WEIGHT | 1u << BUFFER | (grad_scale ? 1u << GRADIENT : 0),
+        .data = data, .scalars = scalars, .grad_scale = grad_scale, .settings = &settings,
+        .update_f32 = sgd_f32, .update_f64 = sgd_f64,
+        .decay_f32 = plan_decay_f32(terms, p, c, powers_f32), .decay_f64 = plan_decay_f64(terms, p, c, powers_f64),
+        .decays = terms > 0,
+    };
+    int status = run(&job);
+    free(scalars);
+    return status;
+}
+
+/* data: the weights, which shrink, and what they were before their update. */
+int pdecay_shrink(int dtype, int threads, int64_t tensors, const int64_t *sizes, void *const *data, int64_t terms,
+                  const double *p, const double *c)
+{
+    power_f32 powers_f32[terms + 1];
+    power_f64 powers_f64[terms + 1];
+    job job = {
+        .dtype = dtype, .threads = threads, .streams = 2, .tensors = tensors, .sizes = sizes,
+        .written = 1u << WEIGHT, .data = data, .update_f32 = shrink_f32, .update_f64 = shrink_f64,
+        .decay_f32 = plan_decay_f32(terms, p, c, powers_f32), .decay_f64 = plan_decay_f64(terms, p, c, powers_f64),
+        .decays = 1,
+    };
+    return run(&job);
+}
+
+/* |x|^q, for the test of its error. */
+void pdecay_power_f32(const float *x, float *power, int64_t n, double q)
+{
+    for (int64_t i = 0; i < n; i++)
+        power[i] = power_of_f32(log2_parts_f32(fabsf(x[i])), as_power_f32(q, 1));
+}
+
+void pdecay_power_f64(const double *x, double *power, int64_t n, double q)
+{
+    for (int64_t i = 0; i < n; i++)
+        power[i] = power_of_f64(log2_parts_f64(fabs(x[i])), as_power_f64(q, 1));
+}

@@ -1,0 +1,188 @@
+"""The networks of the experiments: ResNet for 32x32 images, a character GPT, a CNN and an MLP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, relu, scaled_dot_product_attention
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them, on flattened inputs."""
+
+    def __init__(self, inputs: int, hidden: Sequence[int], classes: int) -> None:
+        super().__init__()
+        sizes = [inputs, *hidden]
+        layers: list[nn.Module] = [nn.Flatten()]
+        for fan_in, fan_out in pairwise(sizes):
+            layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+        self.layers = nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.layers(x))
+
+
+class CNN(nn.Module):
+    """3x3 convolutions that halve the image, each with a batch norm and ReLU; then two linears."""
+
+    def __init__(
+        self, channels: int, size: int, widths: Sequence[int], hidden: int, classes: int
+    ) -> None:
+        super().__init__()
+        blocks: list[nn.Module] = []
+        for width in widths:
+            blocks += [
+                nn.Conv2d(channels, width, 3, stride=2, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(),
+            ]
+            channels, size = width, (size + 1) // 2
+        self.features = nn.Sequential(*blocks)
+        self.head = MLP(channels * size * size, [hidden], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.head(self.features(x)))
+
+
+class ResNet(nn.Module):
+    """ResNet for 32x32 images: a 3x3 stem and no pooling before the stages.
+
+    Stage k has ``width * 2**k`` channels, ``blocks[k]`` basic blocks, and halves the image from
+    the second on. ResNet18 is ``ResNet()``: width 64, two blocks in each of four stages. A stem
+    with `stride` 2 makes it four times cheaper.
+    """
+
+    def __init__(
+        self,
+        width: int = 64,
+        blocks: Sequence[int] = (2, 2, 2, 2),
+        classes: int = 10,
+        stride: int = 1,
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
+        stages: list[nn.Module] = []
+        channels = width
+        for k, count in enumerate(blocks):
+            for i in range(count):
+                stages.append(_Block(channels, width << k, stride=2 if k > 0 and i == 0 else 1))
+                channels = width << k
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(channels, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stages(self.stem(x))
+        return cast(Tensor, self.head(x.mean(dim=(2, 3))))
+
+
+class _Block(nn.Module):
+    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where shapes change."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != width:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = relu(self.norm1(self.conv1(x)))
+        return relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer as nanoGPT has it: pre-norm, GELU, tied embeddings, no biases.
+
+    Weights start normal with deviation 0.02, the projections that write to the residual stream
+    with ``0.02 / sqrt(2 * layers)``, so that the stream's variance does not grow with depth.
+
+    Args:
+        symbols: the size of the vocabulary.
+        block: the longest input.
+        layers, heads, width: of the transformer.
+        dropout: on the embeddings, the attention and what is written to the residual stream.
+    """
+
+    def __init__(
+        self, symbols: int, block: int, layers: int, heads: int, width: int, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width must be a multiple of heads, got {width} and {heads}")
+        self.block = block
+        self.embedding = nn.Embedding(symbols, width)
+        self.position = nn.Embedding(block, width)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.Sequential(*(_Layer(width, heads, dropout) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, symbols, bias=False)
+        self.head.weight = self.embedding.weight
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                residual = name.endswith("project.weight")
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        if length > self.block:
+            raise ValueError(f"inputs may have up to {self.block} symbols, got {length}")
+        positions = torch.arange(length, device=tokens.device)
+        x = self.dropout(self.embedding(tokens) + self.position(positions))
+        return cast(Tensor, self.head(self.norm(self.layers(x))))
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, bias=False)
+        self.attention = _Attention(width, heads, dropout)
+        self.norm2 = nn.LayerNorm(width, bias=False)
+        self.mlp = _FeedForward(width, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return cast(Tensor, x + self.mlp(self.norm2(x)))
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        drop = self.dropout.p if self.training else 0.0
+        y = scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=True)
+        y = y.transpose(1, 2).reshape(batch, length, width)
+        return cast(Tensor, self.dropout(self.project(y)))
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.expand = nn.Linear(width, 4 * width, bias=False)
+        self.project = nn.Linear(4 * width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.dropout(self.project(gelu(self.expand(x)))))

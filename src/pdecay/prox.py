@@ -1,0 +1,329 @@
+"""Exact proximal operators of the p-norm penalty.
+
+The decay step of this package is the proximal step of a surrogate, the penalty at a fixed auxiliary
+variable. Here is the proximal step of the penalty itself, by magnitude and with the sign kept:
+
+    prox(w) = argmin_u  (lam / p) * |u|^p + (u - w)^2 / 2 .
+
+With ``x = |w|`` and ``u >= 0``, u is 0 or a root of ``u + lam * u^(p-1) = x``. For a sum of norms,
+whose lam at p = 0, 1 and 2 are l0, l1 and l2, three terms drop out of the equation in closed form:
+
+- p = 2 divides: x, l0, l1 and every other lam are divided by 1 + l2 first;
+- p = 1 shifts: x becomes max(x - l1, 0);
+- p = 0 is a toll on u != 0: u stays only if it lowers the objective by more than l0.
+
+What is left is one equation with one power, or, for sums of odd powers, with several. In units of x
+it is ``r + a * r^(p-1) = 1`` with ``r = u / x`` and ``a = lam * x^(p-2)``, which has neither scale
+nor sign, so that nothing depends on how large or small the weights are.
+
+References:
+    Xu, Chang, Xu and Zhang, L1/2 regularization: a thresholding representation theory, 2012.
+    Marjanovic and Solo, On lq optimization and matrix completion, 2012 (the threshold for p < 1).
+    Outmezguine and Levi, Decoupled Weight Decay for Any p Norm, 2024, appendix B.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdecay.arrays import namespace
+from pdecay.penalty import Array, Penalty, check_number, magnitude
+
+Strength = Any  # a number >= 0, or an array of them that broadcasts against the weights
+
+# Weights at a time for each core of a CPU, whose caches then hold all that the iteration needs.
+_PIECE = 1 << 15
+
+
+def lp(w: Array, p: float, lam: Strength) -> Array:
+    """The exact proximal operator of ``(lam / p) * |w|^p``, elementwise.
+
+    ``argmin_u (lam / p) * |u|^p + (u - w)^2 / 2``. At p = 0 the penalty is ``lam * [u != 0]``, as
+    in :meth:`Penalty.value`, and the operator the hard threshold at ``sqrt(2 * lam)``; at p = 1 it
+    is the soft threshold at lam; at p = 2 it is ``w / (1 + lam)``. Below p = 1 it jumps: weights up
+    to a threshold give 0, where 0 and another value are equally good too.
+
+    Closed forms at p = 0, 1/2, 2/3, 1, 3/2, 2 and 3, Newton's iteration elsewhere, both to a few
+    units in the last place. Half precision is computed in single precision. Of complex weights
+    the magnitude shrinks. The result is new, has the dtype of w, and carries no gradient.
+
+    Args:
+        w: a numpy array or torch tensor.
+        p: the norm, a number >= 0.
+        lam: its strength, a number >= 0 or an array of them; where it is 0, w comes back.
+
+    Example:
+        >>> lp(np.array([-3.0, 0.5, 2.0]), p=1, lam=1.0)
+        array([-2.,  0.,  1.])
+    """
+    return _prox(w, {check_number("p", p): _strength("lam", lam)})
+
+
+def penalty_prox(penalty: Penalty, w_tilde: Array, lr: Strength) -> Array:
+    """The proximal step of a whole penalty: ``argmin_u lr * R(u) + |u - w_tilde|^2 / 2``.
+
+    What ``penalty.factor(w_old, lr) * w_tilde`` approximates, without need of ``w_old``. It is
+    exact for every sum of norms: in the logarithm of u the equation's left side is convex, so that
+    it has at most two roots, of which only the larger can be the minimum.
+
+    Args:
+        penalty: an :class:`Lp` or a sum of them.
+        w_tilde: the weights after the optimizer's own update.
+        lr: the learning rate, with its schedule; a number or a tensor on the weights' device.
+
+    Example:
+        >>> from pdecay import Lp
+        >>> penalty_prox(Lp(1, 0.5) + Lp(2, 1.0), np.array([-3.5, 0.5]), lr=1.0)
+        array([-1.5,  0. ])
+    """
+    if not isinstance(penalty, Penalty):
+        raise TypeError(f"penalty_prox needs an Lp or a sum of Lp, got {penalty!r}")
+    rate = _strength("lr", lr)
+    strengths: dict[float, Strength] = {}
+    for p, lam in penalty.pairs():
+        if lam:
+            strengths[p] = strengths.get(p, 0.0) + rate * lam
+    return _prox(w_tilde, strengths)
+
+
+def _strength(name: str, value: Strength) -> Strength:
+    """A number is checked; an array may lie on a device, and looking at it would mean to wait."""
+    if hasattr(value, "dtype") and not isinstance(value, numbers.Real):
+        return value.detach() if isinstance(value, Tensor) else value
+    return check_number(name, value)
+
+
+def _prox(w: Array, strengths: dict[float, Strength]) -> Array:
+    """The proximal operator of ``sum_p (strengths[p] / p) * |w|^p``."""
+    w = _floating(w)
+    strengths = {p: lam for p, lam in strengths.items() if not _is_zero(lam)}
+    if not strengths:
+        return w.clone() if isinstance(w, Tensor) else w.copy()
+    size = _PIECE * torch.get_num_threads()
+    by_pieces = type(w) is Tensor and w.device.type == "cpu" and w.numel() > size
+    if not by_pieces or any(getattr(lam, "ndim", 0) for lam in strengths.values()):
+        return _prox_of_piece(w, strengths)
+    result = torch.empty(w.shape, dtype=w.dtype)
+    for piece, out in zip(w.reshape(-1).split(size), result.view(-1).split(size), strict=True):
+        out.copy_(_prox_of_piece(piece, strengths))
+    return result
+
+
+def _prox_of_piece(w: Array, strengths: dict[float, Strength]) -> Array:
+    x = magnitude(w)
+    xp = namespace(x)
+    listed = {p: _like(lam, x) for p, lam in strengths.items()}
+    total = sum(listed.values())
+    with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
+        u = _minimiser(x, listed)
+        # Subnormal results are on their way to 0, as in `magnitude`, which made such weights 0.
+        # So are those whose equation is 0/0, because a term of it underflowed.
+        u = xp.where(u >= float(xp.finfo(x.dtype).smallest_normal), u, 0.0)
+        # Rounding must not let a weight grow; what is not finite stays what it is.
+        u = xp.where((u < x) & (x < math.inf), u, x)
+        if xp.isdtype(w.dtype, "real floating"):
+            result = xp.where(w < 0, -u, u)
+            result = xp.where(u == 0, 0.0, result)  # +0.0, never -0.0
+        else:
+            result = w * xp.where(x > 0, u / x, 0.0)
+        result = xp.astype(result, w.dtype)
+        return result if isinstance(total, float) else xp.where(total > 0, result, w)
+
+
+def _minimiser(x: Array, strengths: dict[float, Strength]) -> Array:
+    """The minimising u for each magnitude x; anything where x is 0 or not finite."""
+    xp = namespace(x)
+    l0, l1, l2 = (strengths.get(p, 0.0) for p in (0.0, 1.0, 2.0))
+    strengths = {p: lam for p, lam in strengths.items() if p not in (0.0, 1.0, 2.0)}
+    if not _is_zero(l1):
+        x = xp.clip(x - l1, 0.0, None)
+    if not _is_zero(l2):
+        x = x / (1 + l2)
+        l0 = l0 / (1 + l2)
+        strengths = {p: lam / (1 + l2) for p, lam in strengths.items()}
+    if not strengths:
+        u, gain = x, 0.5
+    elif len(strengths) == 1:
+        ((p, lam),) = strengths.items()
+        u = _single(x, p, lam)
+        if not _is_zero(l0):
+            r = u / x
+            gain = r * (1 - r / 2 - (1 - r) / p)
+    else:
+        u, gain = _several(x, strengths)
+    if _is_zero(l0):
+        return u
+    # The objective falls by x^2 * gain from u = 0. Roots are compared: x^2 may underflow.
+    return xp.where(x * (2 * gain) ** 0.5 > (2 * l0) ** 0.5, u, 0.0)
+
+
+def _single(x: Array, p: float, lam: Strength) -> Array:
+    """The minimiser for one term, p not in {0, 1, 2}."""
+    xp = namespace(x)
+    if p > 1:
+        return _ABOVE_1.get(p, _newton_above_1)(x, p, lam)
+    # At the threshold the objective is that of u = 0. With the stationarity condition this gives
+    # r = 2 (1 - p) / (2 - p) there, so that all roots that count lie in [r, 1]: far from 0, where
+    # the power is singular, and where the equation's derivative is at least 1 - p / 2.
+    r = 2 * (1 - p) / (2 - p)
+    threshold = p / (2 - p) * r ** (1 - p)
+    a = _a(x, p, lam)
+    u = _BELOW_1.get(p, _newton_below_1)(a, p) * x
+    return xp.where(a < threshold, u, 0.0)
+
+
+def _half(a: Array, p: float) -> Array:
+    """``r + a * r^(-1/2) = 1``: with z = sqrt(r) the cubic z^3 - z + a = 0, by Vieta's cosine."""
+    xp = _math(a)
+    return 4 / 3 * xp.cos(xp.acos(-(27**0.5) / 2 * xp.clip(a, None, 0.3)) / 3) ** 2
+
+
+def _two_thirds(a: Array, p: float) -> Array:
+    """``r + a * r^(-1/3) = 1``: with z = r^(1/3) the quartic z^4 - z + a = 0, by Ferrari.
+
+    ``z^4 - z + a = (z^2 + m)^2 - 2 m (z + 1/(4m))^2`` if m^3 - a m - 1/8 = 0; its factor with the
+    larger roots is z^2 - n z + m - 1/(2n), with n = sqrt(2m).
+    """
+    a = namespace(a).clip(a, None, 0.4)  # the threshold is at 2^(-4/3)
+    k = (1 / 16 + (1 / 256 - a**3 / 27) ** 0.5) ** (1 / 3)
+    n = (2 * k + 2 * a / (3 * k)) ** 0.5
+    z = (n + (2 / n - n**2) ** 0.5) / 2
+    return z**3
+
+
+def _newton_below_1(a: Array, p: float) -> Array:
+    """The larger root of ``r + a * r^(p-1) = 1``, p < 1: convex, so from r = 1 down to it."""
+    t = namespace(a).ones_like(a)
+    return _newton(1.0, a, p, t)
+
+
+def _three_halves(x: Array, p: float, lam: Strength) -> Array:
+    """``u + lam * u^(1/2) = x``: a quadratic in sqrt(u), its root without cancellation."""
+    return (2 * x / (lam + _hypot(lam, 2 * x**0.5))) ** 2
+
+
+def _three(x: Array, p: float, lam: Strength) -> Array:
+    """``u + lam * u^2 = x``: a quadratic, its root without cancellation or overflow."""
+    return 2 * x / (1 + _hypot(1.0, 2 * lam**0.5 * x**0.5))
+
+
+def _newton_above_1(x: Array, p: float, lam: Strength) -> Array:
+    """The root of ``u + lam * u^(p-1) = x``, p > 1.
+
+    Neither term can be above x, so the root is below both ``x`` and ``(x / lam)^(1 / (p-1))``. In
+    units of the smaller of the two, no power can overflow and the root is not far below 1.
+    """
+    xp = _math(x)
+    most = (x / lam) ** (1 / (p - 1))
+    most = xp.where(most < x, most, x)
+    # What the two terms are at u = most, in units of x. The larger is 1 up to the rounding of
+    # `most`, which matters: most may be the root of a small power, and x / lam a large number.
+    c = most / x
+    b = xp.where(most < x, lam / x * most ** (p - 1), _a(x, p, lam))
+    t = xp.ones_like(x)
+    if p < 2:
+        # Concave: Newton rises to the root, from its first step down or from a lower bound, which
+        # follows from the equation's slope in log u being at least p - 1.
+        first = 1 - (c + b - 1) / (c + (p - 1) * b)
+        t = xp.maximum(first, (c + b) ** (-1 / (p - 1)))
+    return most * _newton(c, b, p, t)
+
+
+def _newton(c: Array | float, b: Array, p: float, t: Array) -> Array:
+    """Newton's iteration for ``c * t + b * t^(p-1) = 1``, from a start on the side it is safe from.
+
+    Monotone and quadratic. The number of steps was measured: the most that any c and b need.
+    """
+    single = namespace(t).finfo(t.dtype).bits == 32
+    for _ in range((6 if single else 7) + math.ceil(math.log(min(max(p / 4, 1.0), 1e16)))):
+        power = b * t ** (p - 1)
+        t = t - t * (c * t + power - 1) / (c * t + (p - 1) * power)
+    return t
+
+
+def _several(x: Array, strengths: dict[float, Strength]) -> tuple[Array, Array]:
+    """The minimiser for several terms, none with p in {0, 1, 2}, and what it gains.
+
+    Newton's iteration in y = log u for ``log(u + sum_k lam_k * u^(p_k - 1)) = log x``: the
+    logarithm of a sum of exponentials of linear functions of y is convex. Started to the right of
+    both roots it falls to the larger one, or, where there is none, to where the slope is no longer
+    positive; there the objective is above that of u = 0.
+    """
+    xp = _math(x)
+    roots = {p: (x / lam) ** (1 / (p - 1)) for p, lam in strengths.items() if p > 1}
+    most = x
+    for root in roots.values():
+        most = xp.where(root < most, root, most)
+
+    def share(p: float, lam: Strength) -> Array:
+        """The term at u = most, in units of x."""
+        return (most / roots[p]) ** (p - 1) if p > 3 else lam / x * most ** (p - 1)
+
+    c = most / x
+    shares = [(p, share(p, lam)) for p, lam in strengths.items()]
+    t = xp.ones_like(x)
+    for _ in range(_several_steps(strengths)):
+        powers = [(p - 1, b * t ** (p - 1)) for p, b in shares]
+        total = c * t + sum(power for _, power in powers)
+        slope = c * t + sum(q * power for q, power in powers)
+        t = t * xp.where(slope > 0, total ** (-total / slope), 1.0)
+    u, r = most * t, c * t
+    gain = r * (1 - r / 2 - sum(b * t ** (p - 1) / p for p, b in shares))
+    if min(strengths) < 1:
+        u = xp.where(gain > 0, u, 0.0)
+    return u, xp.clip(gain, 0.0, None)
+
+
+def _several_steps(strengths: dict[float, Strength]) -> int:
+    """Measured as in `_newton`. A power near 1 is near a constant, whose kink takes longer."""
+    nearest = min(abs(p - 1) for p in strengths)
+    return 10 + math.ceil(math.log(1 / min(max(nearest, 1e-16), 1.0)))
+
+
+def _a(x: Array, p: float, lam: Strength) -> Array:
+    """``a = lam * x^(p-2)``, written so that only a itself can overflow or underflow."""
+    if p <= 3:
+        return lam / x * x ** (p - 1)
+    return (x * lam ** (1 / (p - 2))) ** (p - 2)
+
+
+_BELOW_1: dict[float, Callable[[Array, float], Array]] = {1 / 2: _half, 2 / 3: _two_thirds}
+_ABOVE_1: dict[float, Callable[[Array, float, Strength], Array]] = {3 / 2: _three_halves, 3: _three}
+
+
+def _math(x: Array) -> Any:
+    """The namespace that has a framework's mathematical functions too."""
+    return torch if isinstance(x, Tensor) else namespace(x)
+
+
+def _hypot(first: Strength, second: Array) -> Array:
+    xp = _math(second)
+    return xp.hypot(xp.ones_like(second) * first, second)
+
+
+def _floating(w: Array) -> Array:
+    """The weights as an array of floating-point numbers that needs no gradient."""
+    if isinstance(w, Tensor):
+        w = w.detach()
+        return w if w.is_floating_point() or w.is_complex() else w.to(torch.float64)
+    if not hasattr(w, "__array_namespace__"):
+        w = np.asarray(w)
+    xp = namespace(w)
+    known = ("real floating", "complex floating")
+    return w if xp.isdtype(w.dtype, known) else xp.astype(w, xp.float64)
+
+
+def _like(lam: Strength, x: Array) -> Strength:
+    """An array of strengths in the precision of the weights; a number as it is."""
+    return lam if isinstance(lam, float) else namespace(x).astype(lam, x.dtype)
+
+
+def _is_zero(lam: Strength) -> bool:
+    return isinstance(lam, float) and lam == 0

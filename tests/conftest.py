@@ -1,0 +1,79 @@
+"""What the tests share: the exact path, the comparison of states, the contract suite's count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+EXACT: dict[str, Any] = {"fused": False}  # what `attach` is given by a test that compares to the last bit
+
+
+@pytest.fixture
+def exact() -> dict[str, Any]:
+    return dict(EXACT)
+
+
+@pytest.fixture
+def same():
+    """Whether two nested states hold the same keys, numbers and tensors, to the last bit."""
+    return _same
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For many steps on tiny tensors, which threads only wait on."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and torch.equal(_bits(one), _bits(other))
+        )
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(_same(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, list | tuple):
+        return (
+            type(one) is type(other)
+            and len(one) == len(other)
+            and all(_same(a, b) for a, b in zip(one, other, strict=True))
+        )
+    return bool(one == other or (one != one and other != other))  # NaN is NaN
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)  # -0.0 is not 0.0, NaN is NaN
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many optimizers the contract suite ran over (also from the workers of xdist)."""
+    ran: set[tuple[str, str]] = set()
+    failed: set[tuple[str, str]] = set()
+    for outcome, kept in (("passed", ran), ("failed", failed)):
+        for report in terminalreporter.stats.get(outcome, []):
+            kept.update(
+                tuple(value.rsplit(".", 1))
+                for key, value in getattr(report, "user_properties", [])
+                if key == "optimizer"
+            )
+    ran |= failed
+    if not ran:
+        return
+    parts = ", ".join(f"{n} of {package}" for package, n in Counter(p for p, _ in ran).items())
+    terminalreporter.section("contract suite")
+    terminalreporter.line(f"ran over {len(ran)} optimizers: {parts}; {len(failed)} failed")
+    for package, name in sorted(failed):
+        terminalreporter.line(f"failed: {package}.{name}")
