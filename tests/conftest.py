@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-EXACT: dict[str, Any] = {"fused": False}  # what `attach` is given by a test that compares to the last bit
+# What `attach` is given by a test that compares to the last bit.
+EXACT: dict[str, Any] = {"fused": False}
 
 
 @pytest.fixture

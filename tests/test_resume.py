@@ -91,6 +91,9 @@ BUILDS = {
     "PSGD foreach nesterov": own(PSGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     "PSGD slow": own(PSGD, lr=0.1, foreach=False, auxiliary=Slow(0.1)),
     "attach AdamW": attached(torch.optim.AdamW, lr=0.05),
+    "attach AdamW, default path": lambda params, decay, exact: attached(torch.optim.AdamW, lr=0.05)(
+        params, decay, {}
+    ),
     "attach fused AdamW": attached(torch.optim.AdamW, lr=0.05, fused=True),
     "attach AdamW every 3": attached(torch.optim.AdamW, lr=0.05, auxiliary=Every(3)),
     "attach SGD": attached(torch.optim.SGD, lr=0.1, momentum=0.9),

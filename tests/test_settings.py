@@ -80,6 +80,8 @@ class TestWrite:
             ({"decay": [[float("nan"), 1]]}, ValueError, "p must be finite and >= 0, got nan"),
             ({"decay_scale": -0.5}, ValueError, "decay_scale must be finite and >= 0, got -0.5"),
             ({"decay_scale": "1"}, TypeError, "decay_scale must be a number, got '1'"),
+            ({"params": [1], "decay_scale": [1, -1]}, ValueError, "decay_scale has 2 numbers for"),
+            ({"params": [1], "decay_scale": [-1]}, ValueError, "decay_scale must be .* got -1"),
             ({"decay_lr": -0.5}, ValueError, "decay_lr must be finite and >= 0, got -0.5"),
             ({"decay_lr": float("nan")}, ValueError, "decay_lr must be finite and >= 0, got nan"),
             (
@@ -146,25 +148,40 @@ class TestPenaltyOf:
         assert isinstance(penalty, Sum)
         assert penalty.terms == ELASTIC.terms
 
-    @pytest.mark.parametrize("off", [{"decay": []}, {"decay_scale": 0.0}])
-    def test_is_none_where_nothing_is_to_be_done(self, off):
-        assert settings.penalty_of({**PLAIN, **off}) is None
+    def test_is_none_where_nothing_decays(self):
+        assert settings.penalty_of({**PLAIN, "decay": []}) is None
 
 
-class TestDecays:
+class TestScaleOf:
     @pytest.mark.parametrize(
-        ("shape", "by_default"), [((), False), ((3,), False), ((2, 3), True), ((2, 3, 1, 1), True)]
+        ("shape", "by_default"), [((), 0.0), ((3,), 0.0), ((2, 3), 0.5), ((2, 3, 1, 1), 0.5)]
     )
-    def test_by_dimension(self, shape, by_default):
+    def test_is_zero_for_what_is_spared(self, shape, by_default):
         param = nn.Parameter(torch.ones(shape))
-        assert settings.decays(param, PLAIN) is by_default
-        assert settings.decays(param, {**PLAIN, "decay_1d": True}) is True
-        assert settings.decays(param, {**PLAIN, "decay_1d": True, "decay": []}) is False
+        group = {**PLAIN, "decay_scale": 0.5}
+        assert settings.scale_of(param, 0, group) == by_default
+        assert settings.scale_of(param, 0, {**group, "decay_1d": True}) == 0.5
+        assert settings.scale_of(param, 0, {**group, "decay_1d": True, "decay": []}) == 0.0
 
-    def test_lazy_parameters_are_taken_to(self):
+    def test_may_differ_from_parameter_to_parameter(self):
+        group = {**PLAIN, "params": [weight(), weight(3)], "decay_scale": [0.25, 0.75]}
+        assert settings.scale_of(group["params"][0], 0, group) == 0.25
+        assert settings.scale_of(group["params"][1], 1, group) == 0.0
+        assert settings.scale_of(group["params"][1], 1, {**group, "decay_1d": True}) == 0.75
+
+    def test_of_lazy_parameters(self):
         lazy = nn.LazyLinear(3).weight
-        assert settings.decays(lazy, PLAIN) is True
-        assert settings.decays(lazy, {**PLAIN, "decay": []}) is False
+        assert settings.scale_of(lazy, 0, PLAIN) == 1.0
+        assert settings.scale_of(lazy, 0, {**PLAIN, "decay": []}) == 0.0
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, [0.0, 0.5, 1.0]])
+def test_decayed_asks_for_the_kind_of_parameter_not_for_the_scale(scale):
+    matrix, bias, kernel = weight(), weight(3), weight(2, 3, 1, 1)
+    group = {**PLAIN, "params": [matrix, bias, kernel], "decay_scale": scale}
+    assert [id(param) for param in settings.decayed(group)] == [id(matrix), id(kernel)]
+    assert len(settings.decayed({**group, "decay_1d": True})) == 3
+    assert settings.decayed({**group, "decay": []}) == []
 
 
 class TestCompleted:

@@ -29,7 +29,6 @@ class _Torch:
     clip = staticmethod(torch.clip)
     where = staticmethod(torch.where)
     ones_like = staticmethod(torch.ones_like)
-    count_nonzero = staticmethod(torch.count_nonzero)
 
     @staticmethod
     def isdtype(dtype: torch.dtype, kind: str) -> bool:

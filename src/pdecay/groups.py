@@ -8,16 +8,17 @@ dimension, by the kind of module that owns them, by value and by name.
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pdecay import settings
 from pdecay.penalty import Penalty, as_penalty
@@ -28,10 +29,14 @@ _NORMS = (
     nn.GroupNorm,
     nn.RMSNorm,
 )
-# Norms of other packages (LlamaRMSNorm, FrozenBatchNorm2d, LayerNorm2d, ...) share no base class.
-_NORM_NAMES = re.compile(r"(Batch|Layer|Group|Instance|RMS|Rms)Norm")
+# Norms of other packages (LlamaRMSNorm, FrozenBatchNorm2d, LayerNorm2d, ...) share no base class;
+# one that also multiplies by a matrix (LayerNormLinear) is more than a norm.
+_NORM_NAMES = re.compile(
+    r"(Batch|Layer|Group|Instance|RMS|Rms)Norm(?!.*(Linear|MLP|Conv|Attention))"
+)
 
-_warned_of: WeakSet[Tensor] = WeakSet()
+# By identity: a WeakSet compares tensors with ==, which is elementwise.
+_warned_of = WeakIdKeyDictionary()
 
 
 def param_groups(
@@ -101,9 +106,11 @@ def owners_of(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[str, nn.Mod
 
 def decays_by_default(param: Tensor, owners: list[tuple[str, nn.Module]]) -> bool:
     """Whether a parameter is a weight by its dimensions and by the modules that hold it."""
+    if any(is_norm(module) for _, module in owners):
+        return False
     if is_lazy(param):
         return not owners[0][0].endswith("bias")
-    return param.ndim >= 2 and not any(is_norm(module) for _, module in owners)
+    return param.ndim >= 2
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -146,7 +153,8 @@ def _warn(frozen: list[tuple[str, Tensor]]) -> None:
     news = [(name, param) for name, param in frozen if param not in _warned_of]
     if not news:
         return
-    _warned_of.update(param for _, param in news)
+    for _, param in news:
+        _warned_of[param] = True
     names = ", ".join(name for name, _ in news)
     warnings.warn(
         f"these tensors are all zero and would stay so, since zero is a fixed point of the decay "
@@ -157,8 +165,6 @@ def _warn(frozen: list[tuple[str, Tensor]]) -> None:
 
 def _stack_level() -> int:
     """How far above `_warn`'s warnings.warn the first frame outside this package is."""
-    import sys
-
     level, frame = 1, sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("pdecay"):
         level, frame = level + 1, frame.f_back  # type: ignore[assignment]
@@ -166,6 +172,8 @@ def _stack_level() -> int:
 
 
 def _patterns(name: str, patterns: Iterable[str] | str) -> list[str]:
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"{name} must hold name patterns (strings), got {patterns!r}")
     listed = [patterns] if isinstance(patterns, str) else list(patterns)
     for pattern in listed:
         if not isinstance(pattern, str):

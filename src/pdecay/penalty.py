@@ -51,12 +51,15 @@ class Penalty:
         ``1 / (1 + lr * lam * s)`` with lam the sum of all lam.
         """
         with np.errstate(divide="ignore", over="ignore"):
-            total = math.fsum(term.lam for term in self.terms)
-            if len(self.terms) == 1 or not total:
+            x = magnitude(w)
+            low, _ = _normal_range(x)
+            most = max(term.lam for term in self.terms)
+            if len(self.terms) == 1 or not most:
                 shares = [(term.p, 1 / len(self.terms)) for term in self.terms]
-            else:
-                shares = [(term.p, term.lam / total) for term in self.terms if term.lam]
-            return _weighted_powers(magnitude(w), shares)
+            else:  # no share may underflow to 0, which times an infinite s is not a number
+                total = sum(term.lam / most for term in self.terms)
+                shares = [(t.p, max(t.lam / most / total, low)) for t in self.terms if t.lam]
+            return _weighted_powers(x, shares)
 
     def factor(self, w_old: Array, lr: float | Array) -> Array:
         """What the weights are multiplied by after the optimizer's own update, between 0 and 1.
@@ -68,7 +71,8 @@ class Penalty:
         Where it is not, the power is infinite at w_old = 0 for p < 2, and the factor exactly 0.
         """
         # An lr that lies on a device stays there: asking for its value would mean to wait for it.
-        rate = check_number("lr", lr) if isinstance(lr, numbers.Real) else None
+        is_array = hasattr(lr, "dtype") and not isinstance(lr, numbers.Real)
+        rate = None if is_array else check_number("lr", lr)
         x = magnitude(w_old)
         xp = namespace(x)
         low, high = _normal_range(x)
@@ -81,7 +85,8 @@ class Penalty:
         with np.errstate(divide="ignore", over="ignore"):
             factor = _weighted_powers(x, weights)
             if rate is None:
-                factor *= namespace(lr).clip(lr, low, high)
+                rates = namespace(lr)
+                factor *= rates.clip(rates.astype(lr, factor.dtype), low, high)
             factor += 1
             factor **= -1
         return factor if rate is not None else xp.where(lr > 0, factor, 1.0)
@@ -131,9 +136,11 @@ class Lp(Penalty):
         return (self,)
 
     def _value(self, x: Array) -> Array:
-        if self.p == 0:
-            return self.lam * namespace(x).count_nonzero(x)
-        return self.lam / self.p * (x**self.p).sum()
+        if not self.lam:  # 0 times a power that overflows would not be a number
+            return (x * 0.0).sum()
+        powers = x**self.p if self.p else namespace(x).ones_like(x) * (x != 0)
+        low, high = _normal_range(x)  # nor would inf, lam over a tiny p, times a sum of 0
+        return min(max(self.lam / (self.p or 1), low), high) * powers.sum()
 
 
 @dataclass(frozen=True)
@@ -162,7 +169,8 @@ def as_penalty(decay: object) -> Penalty | None:
     if isinstance(decay, Sequence) and not isinstance(decay, str):
         pairs = list(decay)
         if all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
-            return Sum(tuple(Lp(p, lam) for p, lam in pairs)) if pairs else None
+            terms = tuple(Lp(p, lam) for p, lam in pairs)
+            return (Sum(terms) if len(terms) > 1 else terms[0]) if terms else None
     raise TypeError(
         f"a decay must be an Lp, a sum of Lp, None or a list of [p, lam] pairs, got {decay!r}"
     )
@@ -172,7 +180,10 @@ def check_number(name: str, value: object) -> float:
     """The value as a float, if it is a finite number >= 0; else an error that names it."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int or a fraction beyond any float
+        number = math.inf
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
     return number

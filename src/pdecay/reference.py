@@ -137,11 +137,13 @@ class Listing1(torch.optim.AdamW):
         ]
         loss = super().step(closure)
         for group, old in zip(self.param_groups, before, strict=True):
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                x = old[param].abs() ** (2 - self.p_norm)
-                param.data.mul_(x / (x + self.p_norm * group["lr"] * self.lambda_p))
+            lambda_p = group.get("lambda_p", self.lambda_p)
+            if lambda_p > 0:
+                for param in group["params"]:
+                    if param.grad is None:
+                        continue
+                    x = old[param].abs() ** (2 - self.p_norm)
+                    param.data.mul_(x / (x + self.p_norm * group["lr"] * lambda_p))
         return loss
 
 

@@ -41,6 +41,12 @@ def test_an_altered_or_truncated_text(folder):
             shakespeare.load()
 
 
+def test_a_folder_in_the_files_place(folder):
+    (folder / "tinyshakespeare.txt").mkdir()
+    with pytest.raises(DataError, match="cannot read"):
+        shakespeare.load()
+
+
 def test_what_is_nowhere(folder, monkeypatch):
     remote = replace(shakespeare._REMOTE, urls=("http://127.0.0.1:9/input.txt",))
     monkeypatch.setattr(shakespeare, "_REMOTE", remote)

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ def _power(log: tuple[Tensor, Tensor], q: Tensor, whole: Tensor) -> Tensor:
 
 def _factor(w: Tensor, numbers: Sequence[Tensor], kind: Kind) -> Tensor:
     """The factor of `_decay_numbers`."""
-    flat, at_zero, per_knee, *powers = numbers
+    _, flat, at_zero, per_knee, *powers = numbers
     x = w.abs()
     if kind.form == "powers":
         total = torch.ones_like(x)
@@ -117,8 +117,10 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-def _flush(w: Tensor) -> Tensor:
-    return torch.where(w.abs() < torch.finfo(w.dtype).tiny, 0.0, w)
+def _decayed(w_tilde: Tensor, w_old: Tensor, numbers: Sequence[Tensor], kind: Kind) -> Tensor:
+    """The decay, and +0.0 for what falls below the smallest normal number (0 if nothing decays)."""
+    w = w_tilde * _factor(w_old, numbers, kind)
+    return torch.where(w.abs() < numbers[0], 0.0, w)
 
 
 def _write(kind: Kind, skip: Tensor | None, *changes: tuple[Tensor, Tensor]) -> None:
@@ -128,10 +130,8 @@ def _write(kind: Kind, skip: Tensor | None, *changes: tuple[Tensor, Tensor]) -> 
         target.copy_(value)
 
 
-def _flat_adam(
-    streams: list[Tensor], numbers: Tensor, skip: Tensor | None, kind: Kind
-) -> None:
-    new1, beta1, new2, beta2, eps, keep, step_size, per_root, scale, *decay = numbers.unbind()
+def _flat_adam(streams: list[Tensor], numbers: Tensor, skip: Tensor | None, kind: Kind) -> None:
+    scale, new1, beta1, new2, beta2, eps, keep, step_size, per_root, *decay = numbers.unbind()
     w, g, m, v = (_wide(stream) for stream in streams[:4])
     changes = []
     if kind.scaled:
@@ -144,12 +144,12 @@ def _flat_adam(
         v = torch.maximum(_wide(streams[4]), v)
         changes.append((streams[4], v))
     w_tilde = keep * w - step_size * m / (v.sqrt() * per_root + eps)
-    changes.append((streams[0], _flush(w_tilde * _factor(w, decay, kind))))
+    changes.append((streams[0], _decayed(w_tilde, w, decay, kind)))
     _write(kind, skip, *changes)
 
 
 def _flat_sgd(streams: list[Tensor], numbers: Tensor, skip: Tensor | None, kind: Kind) -> None:
-    lr, momentum, new, weight_decay, sign, scale, *decay = numbers.unbind()
+    scale, lr, momentum, new, weight_decay, sign, *decay = numbers.unbind()
     w, g = _wide(streams[0]), _wide(streams[1])
     changes = []
     if kind.scaled:
@@ -162,14 +162,14 @@ def _flat_sgd(streams: list[Tensor], numbers: Tensor, skip: Tensor | None, kind:
         changes.append((streams[2], move))
         if kind.nesterov:
             move = g + momentum * move
-    changes.append((streams[0], _flush((w - lr * move) * _factor(w, decay, kind))))
+    changes.append((streams[0], _decayed(w - lr * move, w, decay, kind)))
     _write(kind, skip, *changes)
 
 
 def _flat_shrink(streams: list[Tensor], numbers: Tensor, skip: Tensor | None, kind: Kind) -> None:
-    w = _wide(streams[0])
-    factor = _factor(_wide(streams[1]), numbers.unbind(), kind)
-    _write(kind, skip, (streams[0], _flush(w * factor)))
+    _, *decay = numbers.unbind()
+    w, w_old = (_wide(stream) for stream in streams)
+    _write(kind, skip, (streams[0], _decayed(w, w_old, decay, kind)))
 
 
 # ---- the steps ----
@@ -213,9 +213,8 @@ def adam_(
             corrections[key] = (lr / (1 - beta1**step), (1 - beta2**step) ** -0.5)
         return key, (*fixed, *corrections[key])
 
-    kind = Kind("", 0, False, amsgrad=amsgrad)
     _run(
-        *(_flat_adam, streams, kind, numbers_of),
+        *(_flat_adam, streams, {"amsgrad": amsgrad}, numbers_of),
         *(terms, lr if rate is None else rate, grad_scale, found_inf),
     )
     if found_inf is not None and not _is_host(found_inf) and state_steps:
@@ -247,21 +246,166 @@ def sgd_(
     numbers = (lr, momentum, 1 - dampening, weight_decay, -1.0 if maximize else 1.0)
     for is_first in set(fresh):
         chosen = [i for i, value in enumerate(fresh) if value == is_first]
-        kind = Kind(
-            *("", 0, False), momentum=momentum != 0, first=is_first and momentum != 0, nesterov=nesterov
-        )
+        flags = {"momentum": momentum != 0, "first": is_first and momentum != 0, "nesterov": nesterov}
         _run(
-            _flat_sgd,
-            [[stream[i] for i in chosen] for stream in streams],
-            kind,
-            lambda _: (None, numbers),
-            *(terms, lr if rate is None else rate, grad_scale, found_inf),
+            *(_flat_sgd, [[stream[i] for i in chosen] for stream in streams], flags),
+            *(lambda _: (None, numbers), terms, lr if rate is None else rate, grad_scale, found_inf),
         )
 
 
 def shrink_(params: Tensors, olds: Tensors, *, terms: Terms, lr: Number) -> None:
     """As `native.shrink_`; lr may also be a tensor on the device."""
-    live = [(p, lam) for p, lam in terms if lam != 0]
-    if not live or (not isinstance(lr, Tensor) and lr == 0):
+    if not isinstance(lr, Tensor) and not any(lr * lam for _, lam in terms):
         return
-    _run(_flat_shrink, [params, olds], Kind("", 0, False), lambda _: (None, ()), live, lr, None, None)
+    _run(_flat_shrink, [params, olds], {}, lambda _: (None, ()), terms, lr, None, None)
+
+
+# ---- how they are run ----
+
+
+def _is_host(value: object) -> TypeGuard[Tensor]:
+    """Whether this is a tensor that can be read without waiting for a device."""
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def _run(
+    function: Callable[..., None],
+    streams: Sequence[Tensors],
+    flags: dict[str, bool],
+    numbers_of: Callable[[int], tuple[object, Sequence[Number]]],
+    terms: Terms,
+    rate: Number,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Call the compiled `function` on flat tensors until all of `streams` are done.
+
+    `numbers_of(i)` gives the function's own numbers for tensor i and a key that is the same for
+    tensors whose numbers are.
+    """
+    local = [[_local(tensor).detach() for tensor in stream] for stream in streams]
+    groups: dict[Any, list[int]] = {}
+    for i, weight in enumerate(local[0]):
+        if weight.numel():
+            groups.setdefault((weight.device, weight.dtype, numbers_of(i)[0]), []).append(i)
+    skip = None if _is_host(found_inf) else found_inf
+    for (device, dtype, _), members in groups.items():
+        wide = dtype if dtype == torch.float64 else torch.float32
+        form, powers, decay = _plan(terms, rate, wide)
+        kind = Kind(
+            *(form, powers, device.type == "cpu" and wide == torch.float32),
+            scaled=grad_scale is not None,
+            skippable=skip is not None,
+            **flags,
+        )
+        own = [1.0 if grad_scale is None else grad_scale, *numbers_of(members[0])[1]]
+        numbers = torch.cat([_vector(own, wide, device), decay.to(device, wide)])
+        step = _compiled(function, kind, len(local), dtype, device)
+        skip_here = None if skip is None else skip.to(device)
+        for flat in _flats([[stream[i] for i in members] for stream in local], kind.scaled):
+            # a size of 1 would be compiled as a constant
+            run = step if flat[0].numel() > 1 else function
+            run(flat, numbers, skip_here, kind)
+
+
+def _flats(streams: list[list[Tensor]], scaled: bool) -> Iterator[list[Tensor]]:
+    """The streams of each tensor as 1-D tensors, small ones joined; copied back where copied."""
+    flats = [[] for _ in streams]  # type: list[list[Tensor]]
+    copied: list[tuple[Tensor, Tensor]] = []
+    for s, stream in enumerate(streams):
+        for weight, tensor in zip(streams[0], stream, strict=True):
+            same = tensor.dtype == weight.dtype and tensor.stride() == weight.stride()
+            if not same:
+                original, tensor = tensor, torch.empty_like(weight).copy_(tensor)
+                copied.append((original, tensor))
+            flats[s].append(tensor.as_strided((tensor.numel(),), (1,)))
+    small = [i for i, weight in enumerate(flats[0]) if weight.numel() < _SMALL]
+    if len(small) > 1:
+        sizes = [flats[0][i].numel() for i in small]
+        joined = [torch.cat([flat[i] for i in small]) for flat in flats]
+        yield joined
+        for s, whole in enumerate(joined):
+            if s != 1 or scaled:  # stream 1, gradients or old weights, is only read otherwise
+                torch._foreach_copy_([flats[s][i] for i in small], whole.split(sizes))
+    for i in range(len(flats[0])):
+        if len(small) <= 1 or i not in small:
+            yield [flat[i] for flat in flats]
+    for original, copy in copied:
+        original.copy_(copy)
+
+
+def _vector(values: Sequence[Number], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers as one tensor on the device; those that lie there already stay there."""
+    hosted = [0.0 if isinstance(v, Tensor) and not _is_host(v) else float(v) for v in values]
+    vector = torch.tensor(hosted, dtype=dtype).to(device, non_blocking=True)
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor) and not _is_host(value):
+            vector[i] = value
+    return vector
+
+
+def _plan(terms: Terms, rate: Number, dtype: torch.dtype) -> tuple[str, int, Tensor]:
+    """The form of the factor (as in decay.h), how many powers it sums, and its numbers.
+
+    The numbers are tiny, flat, at_zero, per_knee and, for each power, q, whole, mantissa. A rate of
+    0, also one that only the device knows, is not a form of its own: its numbers give a factor of 1
+    everywhere, at zero too.
+    """
+    limits = torch.finfo(dtype)
+    terms = [(p, lam) for p, lam in terms if lam != 0]
+    others = [(p, lam) for p, lam in terms if p != 2]
+    on_device = isinstance(rate, Tensor) and not _is_host(rate)
+    known = rate.to(dtype) if on_device else torch.tensor(float(rate), dtype=torch.float64)
+    idle = known == 0
+
+    def unless_idle(value: Number, when_idle: float) -> Tensor:
+        return torch.where(idle, when_idle, value)
+
+    flat = 1 / (1 + known * sum(lam for p, lam in terms if p == 2))
+    below_2 = any(p < 2 for p, _ in others)
+    numbers = [
+        unless_idle(limits.tiny if terms else 0.0, 0.0),
+        flat,
+        unless_idle(0.0 if below_2 else flat, 1.0),
+    ]
+    rates = [(known * lam * flat).clamp(limits.tiny, limits.max) for _, lam in others]
+    form = _CHEAP.get(others[0][0], "powers") if len(others) == 1 else "powers"
+    if not others:
+        form = "flat"
+    if form in ("flat", "powers"):
+        numbers.append(torch.zeros_like(known))
+    else:
+        per_knee = (rates[0] ** (1 / (others[0][0] - 2))).clamp(max=limits.max)
+        numbers.append(unless_idle(per_knee, limits.max))
+    if form == "powers":
+        for (p, _), c in zip(others, rates, strict=True):
+            whole = c.log2().round()
+            lowest = math.log2(limits.tiny)
+            numbers += [unless_idle(p - 2, 0.0), unless_idle(whole, lowest), c / whole.exp2()]
+    return form, len(others) if form == "powers" else 0, torch.stack([n.to(known.dtype) for n in numbers])
+
+
+@functools.cache
+def _compiled(
+    function: Callable[..., None], kind: Kind, streams: int, dtype: torch.dtype, device: torch.device
+) -> Callable[..., None]:
+    """`function`, compiled; tried on numbers of no consequence, so that no step fails half done."""
+    options: dict[str, str | int | bool | Callable[..., Any]] = {}
+    if device.type == "cpu":
+        options = {
+            "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add
+            "cpp.dynamic_threads": True,  # follow torch.set_num_threads
+        }
+    compiled = torch.compile(
+        *(function,), dynamic=True, fullgraph=True, options=options, isolate_recompiles=True
+    )
+    wide = dtype if dtype == torch.float64 else torch.float32
+    count = {_flat_adam: 9, _flat_sgd: 6, _flat_shrink: 1}[function] + 4 + 3 * kind.powers
+    trial = [torch.ones(64, dtype=dtype, device=device) for _ in range(streams)]
+    skip = torch.zeros((), device=device) if kind.skippable else None
+    try:
+        compiled(trial, torch.ones(count, dtype=wide, device=device), skip, kind)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise KernelUnavailable(f"torch.compile failed: {lines[0]}") from error
+    return compiled

@@ -126,8 +126,11 @@ def fetch(remote: Remote, folder: Path, *, progress: bool = True) -> Path:
 def check_digest(path: Path, digest: str, named: str = "") -> None:
     """Raise a `DataError` unless the file has the digest, given as ``"sha256:..."``."""
     algorithm, _, expected = digest.partition(":")
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False))
+    try:
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error}. Check what it is, and who may.") from error
     if found.hexdigest() != expected:
         raise altered(named or path, f"its {algorithm} is {found.hexdigest()}, not {expected}")
 
