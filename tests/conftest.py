@@ -9,6 +9,10 @@ import pytest
 import torch
 
 # What `attach` is given by a test that compares to the last bit.
+# The tests' tensors are tiny: threads would only wait for each other, and pytest runs in several
+# processes as it is.
+torch.set_num_threads(1)
+
 EXACT: dict[str, Any] = {"fused": False}
 
 
@@ -21,15 +25,6 @@ def exact() -> dict[str, Any]:
 def same():
     """Whether two nested states hold the same keys, numbers and tensors, to the last bit."""
     return _same
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """For many steps on tiny tensors, which threads only wait on."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -14,8 +14,6 @@ from torch.optim.lr_scheduler import StepLR
 import pdecay
 from pdecay import Lp, attach
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DECAY = Lp(0.8, 0.5)
 LR = 0.1
 

@@ -20,8 +20,6 @@ from torch.optim.lr_scheduler import (
 import pdecay
 from pdecay import PSGD, Lp, PAdam
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DECAY = Lp(0.8, 0.3)
 ELASTIC = Lp(0.5, 0.1) + Lp(2, 0.3)
 SHAPES = ((4, 3), (3,), (2, 3, 2), (5, 1))

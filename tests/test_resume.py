@@ -14,8 +14,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 import pdecay
 from pdecay import PSGD, Every, Lp, PAdam, Slow
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ELASTIC = Lp(0.6, 0.05) + Lp(2, 0.1)
 OTHER = Lp(3, 0.7)  # what the resuming program has in its code; the file must win
 STEPS, STOP = 24, 11

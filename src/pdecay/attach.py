@@ -48,7 +48,7 @@ def attach(
             ``Slow(rate)``. The last two keep an anchor for each weight and copy nothing.
         lr: the learning rate of the decay where it is not ``group["lr"]``: a number, or a
             function of the group for optimizers that find their own step size, for instance
-            ``lambda group: group["d"] * group["lr"]`` for Prodigy.
+            ``lambda group: group["d"] * group["lr"]`` for Prodigy. It is asked after the update.
         fused: whether the factor is computed and multiplied in one pass, with a power that is off
             by less than 1e-5. False does it by torch's own operations, exactly as
             ``w.mul_(penalty.factor(w_old, lr))``. None takes the fused C kernel on the CPU.
@@ -62,7 +62,7 @@ def attach(
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"attach needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not _takes_hooks(optimizer):
         raise TypeError(
             f"{type(optimizer).__name__} wraps another optimizer and has no hooks of its own: "
             "attach to the inner one (usually its .optimizer)"
@@ -98,6 +98,21 @@ def is_decaying(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_decays", False) or attachment_of(optimizer) is not None
 
 
+def _takes_hooks(optimizer: Optimizer) -> bool:
+    """Wrappers that never ran ``Optimizer.__init__`` lack some or all of the places for hooks."""
+    try:
+        for register in (
+            optimizer.register_step_pre_hook,
+            optimizer.register_step_post_hook,
+            optimizer.register_state_dict_pre_hook,
+            optimizer.register_load_state_dict_pre_hook,
+        ):
+            register(lambda *args: None).remove()
+    except AttributeError:
+        return False
+    return True
+
+
 def _pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     return list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
 
@@ -126,7 +141,7 @@ class Attachment:
         self.fused = fused
         self._defaults = defaults
         self._lr = lr
-        self._defaulted: set[int] = set()  # the groups that had no decay of their own
+        self._given: dict[int, Group] = {}  # the settings that each group had of its own
         self._frame: FrameType | None = None  # the step() call whose weights are remembered
         self._remembered: list[_Remembered] = []
         self._write_settings(optimizer)
@@ -145,20 +160,22 @@ class Attachment:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for index in self._defaulted:
-            for key in settings.KEYS:
-                self.optimizer.param_groups[index].pop(key, None)
+        for index, group in enumerate(self.optimizer.param_groups):
+            for key in settings.KEYS if index in self._given else ():
+                group.pop(key, None)
+            group.update(self._given.get(index, {}))
 
     def _write_settings(self, optimizer: Optimizer) -> None:
         """Also for groups that add_param_group brought since the last time."""
         for index, group in enumerate(optimizer.param_groups):
-            if "decay" not in group:
-                self._defaulted.add(index)
+            own = {key: group[key] for key in settings.KEYS if key in group}
+            self._given.setdefault(index, own)
             settings.write(group, self._defaults)
 
     def _complete_checkpoint(
         self, optimizer: Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
+        self._write_settings(optimizer)
         return settings.completed(state_dict, optimizer.param_groups)
 
     @_disable_dynamo
@@ -215,4 +232,6 @@ class Attachment:
     def rate(self, group: Group) -> float | Tensor:
         """The learning rate of the decay in this group."""
         lr = self._lr(group) if callable(self._lr) else self._lr
+        if lr is None and self._lr is not None:
+            raise TypeError("lr must be a number, got None from the function that was given as lr")
         return decay_rate(group, self.optimizer, lr)

@@ -45,9 +45,10 @@ class _Decaying(Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):  # else torch has the clear error
-            param_group = dict(param_group)
-            settings.write(param_group, self._defaults())
+            (param_group,) = settings.with_settings([param_group], self._defaults())
         super().add_param_group(param_group)
+        if "decay" in self.defaults:  # else __init__ is not done, and warns at its end
+            warn_of_frozen(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(settings.completed(state_dict, self.param_groups))
@@ -162,7 +163,7 @@ class PAdam(_Decaying, AdamW):
         has_complex = self._init_group({**group, "fused": False}, *streams)
         beta1, beta2 = group["betas"]
         settings_of_adam: dict[str, Any] = {
-            "lr": _plain(group["lr"]),
+            "lr": group["lr"],
             "beta1": beta1,
             "beta2": beta2,
             "eps": group["eps"],
@@ -174,7 +175,8 @@ class PAdam(_Decaying, AdamW):
             chosen = [part.of(stream) for stream in streams]
             part.prepare()
             if part.path is not None:
-                part.path.adam_(*chosen, terms=part.terms, rate=rate, **settings_of_adam)
+                plain = {**settings_of_adam, "lr": _plain(group["lr"])}
+                part.path.adam_(*chosen, terms=part.terms, rate=rate, **plain)
             else:
                 torch_adam(
                     *chosen,
@@ -248,7 +250,7 @@ class PSGD(_Decaying, SGD):
         buffers: list[Tensor | None] = []
         has_sparse_grad = self._init_group({**group, "fused": False}, params, grads, buffers)
         settings_of_sgd: dict[str, Any] = {
-            "lr": _plain(group["lr"]),
+            "lr": group["lr"],
             "momentum": group["momentum"],
             "dampening": group["dampening"],
             "nesterov": group["nesterov"],
@@ -270,7 +272,7 @@ class PSGD(_Decaying, SGD):
                     terms=part.terms,
                     rate=rate,
                     first=fresh,
-                    **settings_of_sgd,
+                    **{**settings_of_sgd, "lr": _plain(group["lr"])},
                 )
             else:
                 torch_sgd(

@@ -47,11 +47,14 @@ def write(group: Group, defaults: Defaults) -> None:
     penalty = as_penalty(group["decay"]) if own else defaults.penalty
     scale = group.get("decay_scale", 1.0)
     lr = group.get("decay_lr")
+    one_d = group.get("decay_1d", own)
+    if not isinstance(one_d, bool):
+        raise TypeError(f"decay_1d must be True or False, got {one_d!r}")
     plain = {
         "decay": penalty.pairs() if penalty is not None else [],
         "decay_scale": _checked_scale(scale, group.get("params", ())),
         "decay_lr": None if lr is None else check_number("decay_lr", lr),
-        "decay_1d": bool(group.get("decay_1d", own)),
+        "decay_1d": one_d,
         "decay_auxiliary": as_plain(group.get("decay_auxiliary", defaults.auxiliary)),
     }
     group.update(plain)
@@ -59,6 +62,8 @@ def write(group: Group, defaults: Defaults) -> None:
 
 def with_settings(params: Iterable[Any], defaults: Defaults) -> list[Group]:
     """Parameters in any form that a torch optimizer takes, as groups with their settings."""
+    if isinstance(params, Tensor):
+        raise TypeError("params must be a list of tensors or of groups, got one tensor")
     given = list(params)
     if given and not isinstance(given[0], dict):
         given = [{"params": given}]
@@ -121,4 +126,6 @@ def _checked_scale(scale: object, params: Sequence[Any]) -> float | list[float]:
 
 
 def _listed(params: Any) -> list[Any]:
+    if isinstance(params, set):
+        raise TypeError("params must be ordered, as a list is: a checkpoint is loaded by the order")
     return [params] if isinstance(params, Tensor) else list(params)

@@ -16,7 +16,6 @@ from pdecay import Lp
 from .cases import CASES, PENALTIES, Case, attached, literal, plain
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings(
         # torch warns of a second derivative's reference cycle; the cases with one break it.
         "ignore:Using backward\\(\\) with create_graph=True:UserWarning"

@@ -200,7 +200,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _live(terms: Terms, rate: float) -> tuple[array[float], array[float]]:
-    """p and c = rate * lam of the terms that change anything."""
+    """P and c = rate * lam of the terms that change anything."""
     live = [(p, rate * lam) for p, lam in terms if rate * lam != 0]
     return array("d", [p for p, _ in live]), array("d", [c for _, c in live])
 

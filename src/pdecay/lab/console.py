@@ -86,7 +86,7 @@ def results(told: Story) -> Table:
         table.add_row(
             setting.decay_name if setting.decay else setting.name,
             f"{100 * summary.accuracy:.2f}{spread}",
-            "" if summary is told.dense else f"{-100 * told.lost(summary):+.2f}",
+            "" if summary is told.dense else f"{-100 * told.lost(summary):+z.2f}",
             f"{100 * summary.sparsity:.2f}",
             _remark(told, summary),
             style="bold" if summary in (told.dense, told.pick) else None,

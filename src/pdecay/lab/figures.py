@@ -132,7 +132,7 @@ def _annotate(axes: Any, summary: Summary, dense: Summary, offset: tuple[int, in
     """A point's numbers to the lower left of it, where a falling curve leaves room."""
     points = 100 * (summary.accuracy - dense.accuracy)
     axes.annotate(
-        f"{100 * summary.sparsity:.1f} % zeros\n{points:+.1f} points",
+        f"{100 * summary.sparsity:.1f} % zeros\n{points:+z.1f} points",
         (100 * summary.sparsity, 100 * summary.accuracy),
         xytext=offset,
         textcoords="offset points",
