@@ -713,3 +713,39 @@ def test_copies_of_the_optimizer_carry_the_settings_but_no_hooks(exact, same):
     expected = decayed(sgd_step(copied), copied)
     twin.step()
     assert same(copied.detach(), expected)
+
+
+class TestProximalStep:
+    @pytest.mark.parametrize("penalty", [Lp(0.5, 0.3), Lp(1, 0.2), Lp(0.8, 0.1) + Lp(2, 0.1)])
+    def test_is_the_operator_after_the_update(self, penalty):
+        torch.manual_seed(0)
+        w = nn.Parameter(torch.randn(6, 5))
+        twin = nn.Parameter(w.detach().clone())
+        optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9)
+        pdecay.attach(optimizer, penalty, step="prox")
+        plain = torch.optim.SGD([twin], lr=0.1, momentum=0.9)
+        for _ in range(8):
+            gradient = torch.randn(6, 5)
+            w.grad, twin.grad = gradient.clone(), gradient.clone()
+            optimizer.step()
+            plain.step()
+            with torch.no_grad():
+                twin.copy_(pdecay.prox.penalty_prox(penalty, twin, 0.1))
+            assert torch.equal(w, twin)
+
+    def test_at_p_1_finds_the_lasso_in_exact_zeros(self):
+        w = nn.Parameter(torch.tensor([[1.0, 0.5, 0.1, -2.0]]))
+        target = w.detach().clone()
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        pdecay.attach(optimizer, Lp(1, 0.3), step="prox")
+        for _ in range(60):
+            w.grad = w.detach() - target
+            optimizer.step()
+        assert torch.allclose(w, torch.tensor([[0.7, 0.2, 0.0, -1.7]]))
+
+    def test_bad_requests(self):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+        with pytest.raises(ValueError, match='step must be "decay" or "prox", got \'proxy\''):
+            pdecay.attach(optimizer, Lp(1, 1), step="proxy")
+        with pytest.raises(ValueError, match="the proximal step has no s"):
+            pdecay.attach(optimizer, Lp(1, 1), step="prox", auxiliary=pdecay.Slow(0.1))

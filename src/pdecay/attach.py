@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ from pdecay.frames import calling_step, is_inside
 from pdecay.groups import warn_of_frozen
 from pdecay.paths import path_for
 from pdecay.penalty import Penalty, as_penalty, check_number
+from pdecay.prox import penalty_prox
 from pdecay.settings import Defaults, Group
 from pdecay.step import decay_rate
 
+Step = Literal["decay", "prox"]
 LearningRate = float | Callable[[Group], float | Tensor] | None
 
 
@@ -37,6 +39,7 @@ def attach(
     auxiliary: Auxiliary | None = None,
     lr: LearningRate = None,
     fused: bool | None = None,
+    step: Step = "decay",
 ) -> Attachment:
     """Add p-norm weight decay to an optimizer.
 
@@ -52,6 +55,8 @@ def attach(
         fused: whether the factor is computed and multiplied in one pass, with a power that is off
             by less than 1e-5. False does it by torch's own operations, exactly as
             ``w.mul_(penalty.factor(w_old, lr))``. None takes the fused C kernel on the CPU.
+        step: "decay" is the paper's; "prox" is the exact proximal step of the penalty instead,
+            which for p <= 1 cuts weights off at a threshold. It copies no weights, and costs more.
 
     Returns:
         A handle; its ``detach()`` takes the decay off again.
@@ -76,7 +81,11 @@ def attach(
         raise ValueError("there is nothing to decay: the optimizer has no parameters")
     if lr is not None and not callable(lr):
         check_number("lr", lr)
+    if step not in ("decay", "prox"):
+        raise ValueError(f'step must be "decay" or "prox", got {step!r}')
     defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
+    if step == "prox" and defaults.auxiliary:
+        raise ValueError("the proximal step has no s: auxiliary must be Instant() or None")
     for group in optimizer.param_groups:
         settings.write({**group}, defaults)  # on a copy: all are checked before one changes
         if lr is None and "lr" not in group:
@@ -84,7 +93,7 @@ def attach(
                 f"{type(optimizer).__name__} has no group['lr']: pass lr=, a number or a function "
                 "of the group"
             )
-    return Attachment(optimizer, defaults, lr, fused)
+    return Attachment(optimizer, defaults, lr, fused, step)
 
 
 def attachment_of(optimizer: Optimizer) -> Attachment | None:
@@ -136,9 +145,11 @@ class Attachment:
         defaults: Defaults,
         lr: LearningRate,
         fused: bool | None,
+        step: Step,
     ) -> None:
         self.optimizer = optimizer
         self.fused = fused
+        self.step = step
         self._defaults = defaults
         self._lr = lr
         self._given: dict[int, Group] = {}  # the settings that each group had of its own
@@ -194,8 +205,9 @@ class Attachment:
             for i, param in enumerate(group["params"]):
                 scale = settings.scale_of(param, i, group)
                 if scale and (closure or param.grad is not None):
-                    # With an anchor of its own a weight need not be copied.
-                    old = param if group["decay_auxiliary"] else param.detach().clone()
+                    # Neither an anchor's decay nor the proximal step asks for the old weights.
+                    copied = self.step == "decay" and not group["decay_auxiliary"]
+                    old = param.detach().clone() if copied else param
                     self._remembered.append(_Remembered(param, old, scale, group))
 
     @_disable_dynamo
@@ -207,8 +219,8 @@ class Attachment:
         self._remembered, self._frame = [], None
         fused: dict[tuple[ModuleType, int, float], list[_Remembered]] = {}
         for one in moved:
-            path = path_for(one.param, self.fused)
-            if path is None or one.group["decay_auxiliary"]:
+            path = path_for(one.param, self.fused) if one.old is not one.param else None
+            if path is None:
                 self._decay_(one)
             else:
                 fused.setdefault((path, id(one.group), one.scale), []).append(one)
@@ -223,7 +235,9 @@ class Attachment:
         rate = self.rate(one.group) * one.scale
         if penalty is None:
             return
-        if one.group["decay_auxiliary"]:
+        if self.step == "prox":
+            one.param.copy_(penalty_prox(penalty, one.param, rate))
+        elif one.group["decay_auxiliary"]:
             state = self.optimizer.state[one.param]
             decay_at_anchor_(one.param, state, one.group["decay_auxiliary"], penalty, rate)
         else:

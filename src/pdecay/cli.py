@@ -1,4 +1,4 @@
-"""The command line: ``pdecay demo``, ``pdecay doctor``.
+"""The command line: ``pdecay demo``, ``pdecay bench``, ``pdecay doctor``.
 
 A command is a :class:`Command` in ``COMMANDS``. Its arguments are declared here; what it runs is
 imported when it runs, so that ``--help`` never waits for matplotlib, and a missing extra is an
@@ -106,6 +106,35 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        choices=[*_BENCH_PARTS, []],
+        default=[],
+        metavar="PART",
+        help=f"any of {', '.join(_BENCH_PARTS)} (default: all)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("pdecay-bench"),
+        metavar="DIR",
+        help="where the numbers and the plot go (default: ./pdecay-bench)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small and few rounds, to see that everything works"
+    )
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from pdecay.lab import bench_report
+
+    _check_writable(args.out)
+    bench_report.run(args.out, args.parts or _BENCH_PARTS, quick=args.quick)
+    return 0
+
+
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "build",
@@ -129,6 +158,8 @@ def _doctor(args: argparse.Namespace) -> int:
     return int(any(finding.level == "error" for finding in findings))
 
 
+_BENCH_PARTS = ("step", "growth", "train", "start")
+
 COMMANDS = (
     Command(
         "demo",
@@ -136,6 +167,13 @@ COMMANDS = (
         "pdecay demo --out pdecay-demo",
         _demo_arguments,
         _demo,
+    ),
+    Command(
+        "bench",
+        "measure what a step costs against torch's own optimizers, in time and memory",
+        "pdecay bench step --out pdecay-bench",
+        _bench_arguments,
+        _bench,
     ),
     Command(
         "doctor",

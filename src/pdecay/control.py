@@ -39,8 +39,8 @@ from pdecay.step import decay_rate
 HOLD = 1e-30
 
 _STAGES = 200  # how often the ramp is looked at: ranking all weights at each step would cost
-_LAG = 0.05  # of the ramp: how long a weight has to get to zero by itself before it is set
-_SHARE_OF_UPDATE = 0.3  # the decay's speed at tau, in units of the optimizer's typical update ...
+_LAG = 0.1  # of the ramp: how long a weight has to get to zero by itself before it is set
+_SHARE_OF_UPDATE = 1.0  # the decay's speed at tau, in units of the optimizer's typical update ...
 _PROBED_ROWS = 8  # of each tensor, to see how far a step moves the weights
 _LIFETIME = 0.1  # ... or such that a weight at tau is gone after this share of the ramp
 
