@@ -21,12 +21,13 @@ import stat
 import subprocess
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 __all__ = ["KernelUnavailable", "load"]
 
 SOURCES = Path(__file__).parent
-TIMEOUT = 60.0  # seconds for one run of the compiler
+TIMEOUT = 60.0  # seconds, for one run of the compiler and before the last one starts
 DIGEST_SIZE = hashlib.sha256().digest_size
 
 # Not -ffast-math: it would break the rounding trick of fastpow.h and hide NaN, and gcc before 13
@@ -49,7 +50,7 @@ TUNINGS = (
         "-fvect-cost-model=dynamic",
         "-fprefetch-loop-arrays",
         "--param=simultaneous-prefetches=100",
-        "--param=prefetch-latency=400",
+        "--param=prefetch-latency=800",
         "--param=prefetch-min-insn-to-mem-ratio=1",
     ),
     ("-march=native", "-O3"),
@@ -120,7 +121,10 @@ def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> c
     kernel each finds a whole one.
     """
     reason = "no option tried"
+    give_up = time.monotonic() + TIMEOUT
     for options, link in _attempts(runtime):
+        if time.monotonic() > give_up:
+            break
         handle, part = tempfile.mkstemp(suffix=".so", prefix=f"{name}-", dir=path.parent)
         os.close(handle)
         try:

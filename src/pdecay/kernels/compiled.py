@@ -1,6 +1,6 @@
 """The fused steps through `torch.compile`, for accelerators and where no C compiler fits `native`.
 
-One function of flat tensors is compiled, with sizes left open, and called for each tensor (small
+One function of flat tensors (`flat.py`) is compiled, with sizes left open, and called for each tensor (small
 ones are put together first). All hyper-parameters are elements of a tensor, so that none of them
 is ever a reason to compile again: lr, betas, lam, p, the step count, decay_scale. Compiled anew is
 only what the function's text depends on: device and dtype, how many terms there are and which of
@@ -23,7 +23,9 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from pdecay.kernels import flat
 from pdecay.kernels.build import KernelUnavailable
+from pdecay.kernels.flat import Kind
 from pdecay.kernels.native import Tensors, Terms, _is_dense, _local
 
 __all__ = ["adam_", "sgd_", "shrink_", "supports", "why_not"]
@@ -48,128 +50,6 @@ def why_not(tensor: Tensor) -> str | None:
     if tensor.layout != torch.strided or not _is_dense(tensor):
         return "not dense in memory"
     return None
-
-
-# ---- the flat functions: pure tensor code, which also runs uncompiled ----
-
-
-class Kind(NamedTuple):
-    """What a compiled function depends on, beyond dtype and device."""
-
-    form: str  # "flat", "p_0", "p_half", "p_1", "p_3_2" or "powers"
-    powers: int
-    bits: bool  # log2 and exp2 by bit tricks: faster on a CPU, slower on an accelerator
-    scaled: bool = False  # gradients come multiplied by grad_scale
-    skippable: bool = False  # there is a found_inf
-    amsgrad: bool = False
-    momentum: bool = False
-    first: bool = False
-    nesterov: bool = False
-
-
-def _log2_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """log2 x as an exponent (times 2^23) and a rest within -1/2 .. 1/2; see fastpow.h."""
-    bits = x.view(torch.int32)
-    exponent = (bits - 0x3F3504F3) & -0x800000
-    z = (bits - exponent).view(torch.float32) - 1.0
-    zz = z * z
-    high = (0.479348 - 0.36749 * z) + zz * (0.32215494 - 0.20659186 * z)
-    return exponent.to(torch.float32), ((1.4427135 - 0.72113186 * z) + zz * high) * z
-
-
-def _power(log: tuple[Tensor, Tensor], q: Tensor, whole: Tensor) -> Tensor:
-    """x^q * 2^whole; see fastpow.h."""
-    rounder = 1.5 * 2**23 + 127
-    exponent, part = log[0] * 2.0**-23, log[1]
-    rounded = (q * exponent + (q * part + whole)) + rounder
-    z = q * part + (q * exponent + ((whole + rounder) - rounded))
-    zz = z * z
-    high = (0.2402212 + 0.05550713 * z) + zz * (0.009675542 + 0.0013276472 * z)
-    scale = rounded.view(torch.int32).clamp(0x4B400001, 0x4B4000FD) << 23
-    return ((1.0000001 + 0.69314694 * z) + zz * high) * scale.view(torch.float32)
-
-
-def _factor(w: Tensor, numbers: Sequence[Tensor], kind: Kind) -> Tensor:
-    """The factor of `_decay_numbers`."""
-    _, flat, at_zero, per_knee, *powers = numbers
-    x = w.abs()
-    if kind.form == "powers":
-        total = torch.ones_like(x)
-        log = _log2_parts(x) if kind.bits else (x.log2(), x)
-        for k in range(kind.powers):
-            q, whole, mantissa = powers[3 * k : 3 * k + 3]
-            if kind.bits:
-                total = total + mantissa * _power(log, q, whole)
-            else:
-                total = total + mantissa * (q * log[0] + whole).exp2()
-        factor = flat / total
-    elif kind.form == "flat":
-        return flat.expand_as(w)
-    else:
-        y = x * per_knee
-        t = {"p_0": y * y, "p_half": y * y.sqrt(), "p_1": y, "p_3_2": y.sqrt()}[kind.form]
-        t = t.clamp(max=2.0**30 if w.dtype == torch.float32 else 2.0**60)
-        factor = flat * t / (t + 1)
-    return torch.where(x < torch.finfo(w.dtype).tiny, at_zero, factor)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
-
-
-def _decayed(w_tilde: Tensor, w_old: Tensor, numbers: Sequence[Tensor], kind: Kind) -> Tensor:
-    """The decay, and +0.0 for what falls below the smallest normal number (0 if nothing decays)."""
-    w = w_tilde * _factor(w_old, numbers, kind)
-    return torch.where(w.abs() < numbers[0], 0.0, w)
-
-
-def _write(kind: Kind, skip: Tensor | None, *changes: tuple[Tensor, Tensor]) -> None:
-    for target, value in changes:
-        if kind.skippable and skip is not None:
-            value = torch.where(skip != 0, _wide(target), value)
-        target.copy_(value)
-
-
-def _flat_adam(streams: list[Tensor], numbers: Tensor, skip: Tensor | None, kind: Kind) -> None:
-    scale, new1, beta1, new2, beta2, eps, keep, step_size, per_root, *decay = numbers.unbind()
-    w, g, m, v = (_wide(stream) for stream in streams[:4])
-    changes = []
-    if kind.scaled:
-        g = g / scale
-        changes.append((streams[1], g))
-    m = beta1 * m + new1 * g
-    v = beta2 * v + new2 * g * g
-    changes += [(streams[2], m), (streams[3], v)]
-    if kind.amsgrad:
-        v = torch.maximum(_wide(streams[4]), v)
-        changes.append((streams[4], v))
-    w_tilde = keep * w - step_size * m / (v.sqrt() * per_root + eps)
-    changes.append((streams[0], _decayed(w_tilde, w, decay, kind)))
-    _write(kind, skip, *changes)
-
-
-def _flat_sgd(streams: list[Tensor], numbers: Tensor, skip: Tensor | None, kind: Kind) -> None:
-    scale, lr, momentum, new, weight_decay, sign, *decay = numbers.unbind()
-    w, g = _wide(streams[0]), _wide(streams[1])
-    changes = []
-    if kind.scaled:
-        g = g / scale
-        changes.append((streams[1], g))
-    g = sign * g + weight_decay * w
-    move = g
-    if kind.momentum:
-        move = g if kind.first else momentum * _wide(streams[2]) + new * g
-        changes.append((streams[2], move))
-        if kind.nesterov:
-            move = g + momentum * move
-    changes.append((streams[0], _decayed(w - lr * move, w, decay, kind)))
-    _write(kind, skip, *changes)
-
-
-def _flat_shrink(streams: list[Tensor], numbers: Tensor, skip: Tensor | None, kind: Kind) -> None:
-    _, *decay = numbers.unbind()
-    w, w_old = (_wide(stream) for stream in streams)
-    _write(kind, skip, (streams[0], _decayed(w, w_old, decay, kind)))
 
 
 # ---- the steps ----
@@ -214,7 +94,7 @@ def adam_(
         return key, (*fixed, *corrections[key])
 
     _run(
-        *(_flat_adam, streams, {"amsgrad": amsgrad}, numbers_of),
+        *(flat.adam, streams, {"amsgrad": amsgrad}, numbers_of),
         *(terms, lr if rate is None else rate, grad_scale, found_inf),
     )
     if found_inf is not None and not _is_host(found_inf) and state_steps:
@@ -248,7 +128,7 @@ def sgd_(
         chosen = [i for i, value in enumerate(fresh) if value == is_first]
         flags = {"momentum": momentum != 0, "first": is_first and momentum != 0, "nesterov": nesterov}
         _run(
-            *(_flat_sgd, [[stream[i] for i in chosen] for stream in streams], flags),
+            *(flat.sgd, [[stream[i] for i in chosen] for stream in streams], flags),
             *(lambda _: (None, numbers), terms, lr if rate is None else rate, grad_scale, found_inf),
         )
 
@@ -257,7 +137,7 @@ def shrink_(params: Tensors, olds: Tensors, *, terms: Terms, lr: Number) -> None
     """As `native.shrink_`; lr may also be a tensor on the device."""
     if not isinstance(lr, Tensor) and not any(lr * lam for _, lam in terms):
         return
-    _run(_flat_shrink, [params, olds], {}, lambda _: (None, ()), terms, lr, None, None)
+    _run(flat.shrink, [params, olds], {}, lambda _: (None, ()), terms, lr, None, None)
 
 
 # ---- how they are run ----
@@ -358,8 +238,11 @@ def _plan(terms: Terms, rate: Number, dtype: torch.dtype) -> tuple[str, int, Ten
     known = rate.to(dtype) if on_device else torch.tensor(float(rate), dtype=torch.float64)
     idle = known == 0
 
+    def number(value: Number) -> Tensor:
+        return torch.as_tensor(value, dtype=known.dtype, device=known.device)
+
     def unless_idle(value: Number, when_idle: float) -> Tensor:
-        return torch.where(idle, when_idle, value)
+        return torch.where(idle, number(when_idle), number(value))
 
     flat = 1 / (1 + known * sum(lam for p, lam in terms if p == 2))
     below_2 = any(p < 2 for p, _ in others)
@@ -382,7 +265,7 @@ def _plan(terms: Terms, rate: Number, dtype: torch.dtype) -> tuple[str, int, Ten
             whole = c.log2().round()
             lowest = math.log2(limits.tiny)
             numbers += [unless_idle(p - 2, 0.0), unless_idle(whole, lowest), c / whole.exp2()]
-    return form, len(others) if form == "powers" else 0, torch.stack([n.to(known.dtype) for n in numbers])
+    return form, len(others) if form == "powers" else 0, torch.stack(numbers)
 
 
 @functools.cache
@@ -400,7 +283,7 @@ def _compiled(
         *(function,), dynamic=True, fullgraph=True, options=options, isolate_recompiles=True
     )
     wide = dtype if dtype == torch.float64 else torch.float32
-    count = {_flat_adam: 9, _flat_sgd: 6, _flat_shrink: 1}[function] + 4 + 3 * kind.powers
+    count = {flat.adam: 9, flat.sgd: 6, flat.shrink: 1}[function] + 4 + 3 * kind.powers
     trial = [torch.ones(64, dtype=dtype, device=device) for _ in range(streams)]
     skip = torch.zeros((), device=device) if kind.skippable else None
     try:

@@ -20,7 +20,7 @@ static inline REAL NAME(flush)(REAL w, REAL tiny)
 {
 #ifdef PROCESSOR_FLUSHES
     (void)tiny;
-    return w + 0;               /* -0.0 + 0.0 is +0.0 */
+    return w == 0 ? 0 : w;      /* not w + 0: fused with the product before it, that would keep the sign */
 #else
     return FABS(w) < tiny ? 0 : w;
 #endif
