@@ -2,6 +2,7 @@
 
 import os
 import socket
+from datetime import timedelta
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ def train(model, kind, rank=0, world=1):
 def work(rank, port, wrap, kind, results):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    soon = timedelta(seconds=60)  # a rank that waits for nothing is an error, not a wait for ever
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=soon)
     model = build()
     if wrap == "FSDP2":
         fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))

@@ -40,9 +40,10 @@ HOLD = 1e-30
 
 _STAGES = 200  # how often the ramp is looked at: ranking all weights at each step would cost
 _LAG = 0.1  # of the ramp: how long a weight has to get to zero by itself before it is set
-_SHARE_OF_UPDATE = 1.0  # the decay's speed at tau, in units of the optimizer's typical update ...
+# The decay's speed at tau, in units of the optimizer's typical update. From p = 1 on the weights
+# that are to stay are pulled at least as hard as those at tau, and a full update would end them.
+_SHARE_OF_UPDATE = {"below 1": 1.0, "from 1 on": 0.3}
 _PROBED_ROWS = 8  # of each tensor, to see how far a step moves the weights
-_LIFETIME = 0.1  # ... or such that a weight at tau is gone after this share of the ramp
 
 
 def freeze_zeros(optimizer: Optimizer) -> None:
@@ -90,7 +91,7 @@ class SparsityTarget:
         target: float,
         total_steps: int,
         *,
-        start: float = 0.02,
+        start: float = 0.1,
         end: float = 0.7,
         per_layer: bool | Mapping[Tensor, float] = False,
         floor: float = 0.0,
@@ -246,7 +247,8 @@ class SparsityTarget:
         rate = self._rate(group)
         if not tau or not rate or penalty is None:
             return HOLD  # more weights are zero than the ramp asks for, or nothing moves at all
-        speed = max(_SHARE_OF_UPDATE * self._update, tau / (_LIFETIME * (self._end - self._begin)))
+        lowest = min(p for p, lam in penalty.pairs() if lam)
+        speed = _SHARE_OF_UPDATE["below 1" if lowest < 1 else "from 1 on"] * self._update
         pull: float = sum(lam * tau ** (p - 1) for p, lam in penalty.pairs())
         return speed / (rate * pull)
 

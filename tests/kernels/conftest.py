@@ -1,4 +1,4 @@
-"""What the kernels are held against: torch's own optimizers in float64, and the equation, literally."""
+"""What the kernels are held against: torch's own optimizers in float64, and the equation."""
 
 from __future__ import annotations
 
@@ -99,7 +99,11 @@ class Twins:
             self.step_slow(slow, terms, lr)
             kernel.adam_(
                 *(self.fast, grads, *state[:2], state[2] if amsgrad else [], counts),
-                **{"terms": terms, "lr": lr, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
+                terms=terms,
+                lr=lr,
+                beta1=0.9,
+                beta2=0.999,
+                eps=1e-8,
                 weight_decay=options.get("weight_decay", 1e-2),
                 amsgrad=amsgrad,
                 maximize=options.get("maximize", False),

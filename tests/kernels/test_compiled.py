@@ -122,7 +122,11 @@ class TestMathematics:
         torch.manual_seed(0)
         plain = [torch.rand(4, 5, 6, 7), torch.rand(300, 400), torch.rand(3)]
         olds = [tensor.clone() for tensor in plain]
-        other = [plain[0].to(memory_format=torch.channels_last), plain[1].T.clone().T, plain[2].clone()]
+        other = [
+            plain[0].to(memory_format=torch.channels_last),
+            plain[1].T.clone().T,
+            plain[2].clone(),
+        ]
         compiled.shrink_(plain, olds, terms=TERMS["0.8"], lr=1e-2)
         compiled.shrink_(other, olds, terms=TERMS["0.8"], lr=1e-2)
         for one, two in zip(plain, other, strict=True):

@@ -255,7 +255,11 @@ def test_layouts(weight_layout, other_layout):
         if layout == 3:  # with gaps
             return torch.stack([tensor, tensor], -1)[..., 0]
         inverse = torch.tensor(order[layout]).argsort().tolist()
-        return tensor.permute(order[layout]).clone(memory_format=torch.contiguous_format).permute(inverse)
+        return (
+            tensor.permute(order[layout])
+            .clone(memory_format=torch.contiguous_format)
+            .permute(inverse)
+        )
 
     torch.manual_seed(0)
     plain = [torch.randn(4, 5, 6, 7) for _ in range(3)] + [torch.rand(4, 5, 6, 7)]
@@ -295,7 +299,9 @@ def test_what_is_not_supported_is_said(tensor, reason):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_what_is_supported(dtype):
     assert native.supports(torch.nn.Parameter(torch.zeros(3, 4, dtype=dtype)))
-    assert native.supports(torch.zeros(2, 3, 4, 5, dtype=dtype).to(memory_format=torch.channels_last))
+    assert native.supports(
+        torch.zeros(2, 3, 4, 5, dtype=dtype).to(memory_format=torch.channels_last)
+    )
     assert native.supports(torch.zeros(0, dtype=dtype))
     assert native.supports(torch.zeros((), dtype=dtype))
 

@@ -1,4 +1,4 @@
-"""The loop's schedule, the data's split and what a run leaves untouched."""
+"""The data's split and what a run leaves untouched."""
 
 from __future__ import annotations
 
@@ -8,24 +8,13 @@ import pytest
 import torch
 
 from pdecay import Lp
-from pdecay.lab import digits, loop, runs
+from pdecay.lab import digits, runs
 from pdecay.lab.runs import Run, Setting, Summary
 
 
 @pytest.fixture(scope="module")
 def data():
     return digits.load()
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 20, 400])
-def test_the_schedule_rises_from_zero_and_ends_at_a_hundredth(steps):
-    multipliers = [loop.warmup_cosine(steps)(step) for step in range(steps + 1)]
-    assert multipliers[0] == 0
-    assert all(0 <= multiplier <= 1 for multiplier in multipliers)
-    if steps > 2:
-        assert max(multipliers) == 1
-        assert multipliers[steps - 1] == pytest.approx(0.01)
-        assert multipliers[steps] == pytest.approx(0.01)  # the scheduler asks for one more
 
 
 def test_the_split_is_fixed_and_stratified(data):

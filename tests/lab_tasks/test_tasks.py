@@ -11,7 +11,8 @@ from torch import nn
 
 import pdecay
 from pdecay.lab.data import DataError
-from pdecay.lab.tasks import SCALES, TASKS, Task, lr_factor, schedule, task
+from pdecay.lab.schedule import lr_factor, schedule
+from pdecay.lab.tasks import SCALES, TASKS, Task, task
 
 
 @functools.cache

@@ -18,11 +18,12 @@ typedef struct {
     REAL at_zero;               /* the factor of w = 0: 0 where a p is below 2, else flat */
     REAL per_knee;              /* 1 / knee */
     int64_t powers;
-    const NAME(power) *power;
+    NAME(power) first, second;  /* by value: behind a pointer they might change with every weight written */
+    const NAME(power) *power;   /* all of them */
 } NAME(decay);
 
 /* t of the four forms that have one, stopped where t + 1 == t. */
-static inline REAL NAME(knee_power)(const NAME(decay) *decay, int form, REAL w)
+INLINE REAL NAME(knee_power)(const NAME(decay) *decay, int form, REAL w)
 {
     REAL y = FABS(w) * decay->per_knee;
     REAL t = form == P_0 ? y * y : form == P_HALF ? y * SQRT(y) : form == P_1 ? y : SQRT(y);
@@ -30,13 +31,13 @@ static inline REAL NAME(knee_power)(const NAME(decay) *decay, int form, REAL w)
 }
 
 /* `form` is a constant wherever these are called, so that each loop is compiled for one form. */
-static inline REAL NAME(factor_of)(const NAME(decay) *decay, int form, REAL w)
+INLINE REAL NAME(factor_of)(const NAME(decay) *decay, int form, REAL w)
 {
     if (form == FLAT) return decay->flat;
     if (form == POWER || form == TWO_POWERS) {
         NAME(log2) log = NAME(log2_parts)(FABS(w));
-        REAL sum = 1 + decay->power[0].mantissa * NAME(power_of)(log, decay->power[0]);
-        if (form == TWO_POWERS) sum += decay->power[1].mantissa * NAME(power_of)(log, decay->power[1]);
+        REAL sum = 1 + decay->first.mantissa * NAME(power_of)(log, decay->first);
+        if (form == TWO_POWERS) sum += decay->second.mantissa * NAME(power_of)(log, decay->second);
         return FABS(w) < SMALLEST ? decay->at_zero : decay->flat / sum;
     }
     REAL t = NAME(knee_power)(decay, form, w);
@@ -102,6 +103,8 @@ static NAME(decay) NAME(plan_decay)(int64_t terms, const double *p, const double
         power[decay.powers++] = NAME(as_power)(last_p - 2, last_c);
         if (last_p < 2) decay.at_zero = 0;
     }
+    if (decay.powers > 0) decay.first = power[0];
+    if (decay.powers > 1) decay.second = power[1];
     if (decay.powers == 1) {
         decay.form = last_p == 0     ? P_0
                      : last_p == 0.5 ? P_HALF

@@ -18,10 +18,13 @@
 #include <stdint.h>
 #include <string.h>
 
-static inline int32_t bits_f32(float x) { int32_t i; memcpy(&i, &x, sizeof i); return i; }
-static inline int64_t bits_f64(double x) { int64_t i; memcpy(&i, &x, sizeof i); return i; }
-static inline float float_of(int32_t i) { float x; memcpy(&x, &i, sizeof x); return x; }
-static inline double double_of(int64_t i) { double x; memcpy(&x, &i, sizeof x); return x; }
+/* Not a hint: a loop vectorises only with all that it calls inside it. */
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE int32_t bits_f32(float x) { int32_t i; memcpy(&i, &x, sizeof i); return i; }
+INLINE int64_t bits_f64(double x) { int64_t i; memcpy(&i, &x, sizeof i); return i; }
+INLINE float float_of(int32_t i) { float x; memcpy(&x, &i, sizeof x); return x; }
+INLINE double double_of(int64_t i) { double x; memcpy(&x, &i, sizeof x); return x; }
 
 /* A term c * |w|^q, c = mantissa * 2^whole with 0.7 < mantissa < 1.5. */
 typedef struct { float q, q_of_bits, whole, mantissa; } power_f32;
@@ -33,7 +36,7 @@ typedef struct { float whole, part; } log2_f32;
 typedef struct { double whole, part; } log2_f64;
 
 /* log2 of x > 0, x a normal number (anything else gives some finite number). */
-static inline log2_f32 log2_parts_f32(float x)
+INLINE log2_f32 log2_parts_f32(float x)
 {
     const int32_t half_root = 0x3f3504f3;                            /* sqrt(1/2): centres the mantissa on 1 */
     int32_t exponent = (bits_f32(x) - half_root) & (int32_t)0xff800000;
@@ -44,7 +47,7 @@ static inline log2_f32 log2_parts_f32(float x)
     return (log2_f32){ (float)exponent, y * z };
 }
 
-static inline log2_f64 log2_parts_f64(double x)
+INLINE log2_f64 log2_parts_f64(double x)
 {
     const int64_t half_root = 0x3fe6a09e667f3bcd;
     int64_t exponent = (bits_f64(x) - half_root) & (int64_t)0xfff0000000000000;
@@ -67,7 +70,7 @@ static inline log2_f64 log2_parts_f64(double x)
  * Adding 1.5 * 2^23 (+ the exponent's bias) rounds to the nearest integer and leaves that integer in the low
  * bits, from where a shift puts it into the exponent of the result. This is why this file must never be
  * compiled with -fassociative-math, a part of -ffast-math. */
-static inline float power_of_f32(log2_f32 x, power_f32 term)
+INLINE float power_of_f32(log2_f32 x, power_f32 term)
 {
     const float rounder = 0x1.8p23f + 127.0f;
     const int32_t zero = 0x4b400000;                                 /* the bits of 1.5 * 2^23 */
@@ -82,7 +85,7 @@ static inline float power_of_f32(log2_f32 x, power_f32 term)
     return y * float_of((int32_t)((uint32_t)exponent << 23));
 }
 
-static inline double power_of_f64(log2_f64 x, power_f64 term)
+INLINE double power_of_f64(log2_f64 x, power_f64 term)
 {
     const double rounder = 0x1.8p52 + 1023.0;
     const int64_t zero = 0x4338000000000000;

@@ -51,9 +51,10 @@ def supports(tensor: Tensor) -> bool:
 
 def why_not(tensor: Tensor) -> str | None:
     """Why the kernel cannot update this weight, in a few words; None if it can."""
-    tensor = _local(tensor)
     if type(tensor) not in _PLAIN:
-        return f"a {type(tensor).__name__}"
+        tensor = _local(tensor)
+        if type(tensor) not in _PLAIN:
+            return f"a {type(tensor).__name__}"
     if tensor.device.type != "cpu":
         return f"on device {tensor.device.type}"
     if tensor.dtype not in _DTYPES:
@@ -107,7 +108,7 @@ def adam_(
     if found_inf is not None and found_inf.item():
         return
     library = _library()
-    powers, rates = _live(terms, lr if rate is None else rate)
+    powers, rates = _live(terms, float(lr if rate is None else rate))
     scale = 0.0 if grad_scale is None else float(grad_scale.item())
     streams = [params, grads, exp_avgs, exp_avg_sqs]
     if amsgrad:
@@ -161,7 +162,7 @@ def sgd_(
     if found_inf is not None and found_inf.item():
         return
     library = _library()
-    powers, rates = _live(terms, lr if rate is None else rate)
+    powers, rates = _live(terms, float(lr if rate is None else rate))
     scale = 0.0 if grad_scale is None else float(grad_scale.item())
     fresh = [first] * len(params) if isinstance(first, bool) else first
     streams = [params, grads, momentum_buffers] if momentum != 0 else [params, grads]
@@ -187,15 +188,11 @@ def shrink_(params: Tensors, olds: Tensors, *, terms: Terms, lr: float) -> None:
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = load("step")
-    number, flag, count, pointer = ctypes.c_double, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-    tensors = [flag, flag, count, pointer, pointer]  # dtype, threads, tensors, sizes, data
-    terms = [count, pointer, pointer]
-    library.pdecay_adam.argtypes = [*tensors, *terms, number, pointer, flag, *[number] * 5, flag, flag]
-    library.pdecay_sgd.argtypes = [
-        *(*tensors, *terms, number, pointer),
-        *(number, number, number, flag, number, flag),
-    ]
-    library.pdecay_shrink.argtypes = [*tensors, *terms]
+    types = {"d": ctypes.c_double, "i": ctypes.c_int, "n": ctypes.c_int64, "p": ctypes.c_void_p}
+    # dtype, threads, tensors, sizes, data; terms, their p and c; then what is the step's own
+    for name, own in (("adam", "dpidddddii"), ("sgd", "dpdddidi"), ("shrink", "")):
+        function = getattr(library, f"pdecay_{name}")
+        function.argtypes = [types[letter] for letter in f"iinppnpp{own}"]
     return library
 
 
@@ -240,14 +237,19 @@ class _Batch:
         self.dtype = weights[0].dtype
         self.changed = [stream for s, stream in enumerate(streams) if s not in read_only]
         self.copies: list[tuple[Tensor, Tensor]] = []  # (original, its copy), to be copied back
-        if self.dtype not in _DTYPES or not all(map(_is_dense, weights)):
+        plain = all(weight.is_contiguous() for weight in weights)
+        if self.dtype not in _DTYPES or not (plain or all(map(_is_dense, weights))):
             raise ValueError(f"cannot update a weight: {next(filter(None, map(why_not, weights)))}")
         self.sizes = array("q", [weight.numel() for weight in weights])
         self.streams = [weights]  # held until the call is over: some are copies
+        sizes = self.sizes.tolist()
         for s, stream in enumerate(streams[1:], 1):
-            if [tensor.numel() for tensor in stream] != self.sizes.tolist():
+            if [tensor.numel() for tensor in stream] != sizes:
                 raise ValueError("weights, gradients and state differ in size")
-            self.streams.append(self._in_layout(weights, stream, written=s not in read_only))
+            alike = plain and all(tensor.is_contiguous() for tensor in stream)
+            if not alike or {tensor.dtype for tensor in stream} != {self.dtype}:
+                stream = self._in_layout(weights, stream, written=s not in read_only)
+            self.streams.append(stream)
 
     def _in_layout(
         self, weights: list[Tensor], stream: list[Tensor], *, written: bool
@@ -255,15 +257,12 @@ class _Batch:
         """The stream in dtype and layout of the weights; copies of those that differ."""
         result = list(stream)
         for i, (weight, tensor) in enumerate(zip(weights, stream, strict=True)):
-            alike = tensor.dtype == self.dtype and (
-                (tensor.is_contiguous() and weight.is_contiguous())
-                or tensor.stride() == weight.stride()
-            )
-            if not alike:
-                with torch.no_grad():
-                    result[i] = torch.empty_like(weight, requires_grad=False).copy_(tensor)
-                if written:
-                    self.copies.append((tensor, result[i]))
+            if tensor.dtype == self.dtype and tensor.stride() == weight.stride():
+                continue
+            with torch.no_grad():
+                result[i] = torch.empty_like(weight, requires_grad=False).copy_(tensor)
+            if written:
+                self.copies.append((tensor, result[i]))
         return result
 
     def run(self, function: Callable[..., int], *arguments: float) -> None:
@@ -293,8 +292,8 @@ def _batches(streams: Sequence[Tensors], *, read_only: Sequence[int]) -> Iterato
     for i, weight in enumerate(local[0]):
         by_dtype.setdefault(weight.dtype, []).append(i)
     for indices in by_dtype.values():
-        whole = len(by_dtype) == 1
-        yield _Batch(local if whole else [[s[i] for i in indices] for s in local], indices, read_only)
+        alike = local if len(by_dtype) == 1 else [[s[i] for i in indices] for s in local]
+        yield _Batch(alike, indices, read_only)
 
 
 def _step_pointers(steps: Tensors) -> tuple[list[int], bool]:

@@ -16,7 +16,7 @@ typedef struct {
 /* Below the smallest normal number a weight is as good as gone, and arithmetic is slow: write +0.0. Where the
  * processor flushes (step.c has told it to, if anything decays) only the sign of zero is left to do. A NaN
  * stays. `tiny` is 0 where nothing decays. */
-static inline REAL NAME(flush)(REAL w, REAL tiny)
+INLINE REAL NAME(flush)(REAL w, REAL tiny)
 {
 #ifdef PROCESSOR_FLUSHES
     (void)tiny;
@@ -26,8 +26,8 @@ static inline REAL NAME(flush)(REAL w, REAL tiny)
 #endif
 }
 
-static inline void NAME(adam_loop)(const adam_settings *adam, const NAME(decay) *rule, const double *tensor,
-                                   NAME(block) block, int amsgrad, int form)
+INLINE void NAME(adam_loop)(const adam_settings *adam, const NAME(decay) *rule, const double *tensor,
+                            NAME(block) block, int amsgrad, int form)
 {
     const NAME(decay) decay = *rule;
     const REAL beta1 = (REAL)adam->beta1, new1 = (REAL)(adam->maximize ? adam->beta1 - 1 : 1 - adam->beta1);
@@ -54,8 +54,8 @@ static inline void NAME(adam_loop)(const adam_settings *adam, const NAME(decay) 
     }
 }
 
-static inline void NAME(sgd_loop)(const sgd_settings *sgd, const NAME(decay) *rule, NAME(block) block, int momentum,
-                                  int first, int nesterov, int form)
+INLINE void NAME(sgd_loop)(const sgd_settings *sgd, const NAME(decay) *rule, NAME(block) block, int momentum,
+                           int first, int nesterov, int form)
 {
     const NAME(decay) decay = *rule;
     const REAL lr = (REAL)sgd->lr, keep = (REAL)sgd->momentum, new = (REAL)(1 - sgd->dampening);

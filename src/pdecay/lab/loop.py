@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, the name that torch's users know
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+
+from pdecay.lab.schedule import schedule
 
 WARM_UP = 0.05  # the share of all steps that the learning rate rises in
-FLOOR = 0.01  # where the cosine ends, as a share of the maximum: the paper's
-
-
-def warmup_cosine(steps: int) -> Callable[[int], float]:
-    """The paper's schedule as a multiplier of lr: linear from 0, then a cosine down to 1 %.
-
-    Example:
-        >>> schedule = warmup_cosine(steps=101)
-        >>> [round(schedule(step), 3) for step in (0, 1, 5, 100)]
-        [0.0, 0.2, 1.0, 0.01]
-    """
-    rise = max(1, round(WARM_UP * steps))
-    fall = max(1, steps - 1 - rise)
-
-    def multiplier(step: int) -> float:
-        if step < rise:
-            return step / rise
-        done = min(1.0, (step - rise) / fall)
-        return FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2
-
-    return multiplier
 
 
 def train(
@@ -51,7 +28,8 @@ def train(
     """
     order = torch.Generator().manual_seed(seed)
     batches = len(images) // batch
-    scheduler = LambdaLR(optimizer, warmup_cosine(epochs * batches))
+    steps = epochs * batches
+    scheduler = schedule(optimizer, steps, warmup=round(WARM_UP * steps))
     for _ in range(epochs):
         shuffled = torch.randperm(len(images), generator=order)
         for chosen in shuffled[: batches * batch].split(batch):
