@@ -35,6 +35,11 @@ Number = float | Tensor
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SMALL = 1 << 15  # weights of a tensor that is put together with others rather than pay for a call
+_TRIAL = 1_000_003  # the size to compile with: one at which threads pay
+_OPTIONS = {
+    "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add
+    "cpp.dynamic_threads": True,  # follow torch.set_num_threads
+}
 _CHEAP = {0.0: "p_0", 0.5: "p_half", 1.0: "p_1", 1.5: "p_3_2"}
 
 
@@ -302,24 +307,47 @@ def _compiled(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Callable[..., None]:
-    """`function`, compiled; tried on numbers of no consequence, so that no step fails half done."""
-    options: dict[str, Any] = {}
-    if device.type == "cpu":
-        options = {
-            "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add
-            "cpp.dynamic_threads": True,  # follow torch.set_num_threads
-        }
-    compile_: Callable[..., Any] = torch.compile  # its overloads lack isolate_recompiles
-    compiled: Callable[..., None] = compile_(
-        function, dynamic=True, fullgraph=True, options=options, isolate_recompiles=True
-    )
+    """`function`, compiled; tried on numbers of no consequence, so that no step fails half done.
+
+    The trial also shows which arguments the compiled code takes, in which order. From then on it is
+    called itself: what torch.compile would check at every call (guards) is given by the key of this
+    cache and by `_flattened`, and would cost more than a small tensor's step.
+    """
+    from torch._dynamo import lookup_backend  # these two take a second to import
+    from torch._inductor import config as inductor_config
+
     wide = dtype if dtype == torch.float64 else torch.float32
     count = {flat.adam: 9, flat.sgd: 6, flat.shrink: 1}[function] + 4 + 3 * kind.powers
-    trial = [torch.ones(64, dtype=dtype, device=device) for _ in range(streams)]
+    trial = [torch.ones(_TRIAL, dtype=dtype, device=device) for _ in range(streams)]
+    numbers = torch.ones(count, dtype=wide, device=device)
     skip = torch.zeros((), device=device) if kind.skippable else None
+    code: list[Callable[..., object]] = []
+    order: list[int] = []  # which of `arguments_of` the code takes
+
+    def arguments_of(streams: list[Tensor], numbers: Tensor, skip: Tensor | None) -> list[object]:
+        return [streams[0].numel(), count, numbers, skip, *streams]
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., object]:
+        with inductor_config.patch(_OPTIONS if device.type == "cpu" else {}):
+            code.append(lookup_backend("inductor")(graph, inputs))
+
+        def first_call(*arguments: object) -> object:
+            known = [x if isinstance(x, int) else id(x) for x in arguments_of(trial, numbers, skip)]
+            order.extend(known.index(x if isinstance(x, int) else id(x)) for x in arguments)
+            return code[0](*arguments)
+
+        return first_call
+
     try:
-        compiled(trial, torch.ones(count, dtype=wide, device=device), skip, kind)
+        compiled = torch.compile(function, backend=backend, dynamic=True, fullgraph=True)
+        with torch.no_grad():
+            compiled(trial, numbers, skip, kind)
     except Exception as error:  # whatever a backend may raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise KernelUnavailable(f"torch.compile failed: {lines[0]}") from error
-    return compiled
+
+    def call(streams: list[Tensor], numbers: Tensor, skip: Tensor | None, _: Kind) -> None:
+        arguments = arguments_of(streams, numbers, skip)
+        code[0](*[arguments[i] for i in order])
+
+    return call
