@@ -10,7 +10,7 @@ demo: $(VENV)/lab
 	$(VENV)/bin/pdecay demo
 
 test: $(VENV)/test
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+	$(VENV)/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .

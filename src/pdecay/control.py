@@ -109,6 +109,7 @@ class SparsityTarget:
         self._end = max(self._begin + 1, round(end * total_steps))
         self._every = max(1, (self._end - self._begin) // _STAGES)
         self._update = 0.0  # the typical size of the optimizer's update of one weight
+        self._typical = 0.0  # the mean magnitude of the weights that are not zero
         self._before: list[Tensor] = []
         params = [param for group in groups for param in _decayed(group)]
         self._by_layer = bool(per_layer) or bool(floor)
@@ -249,7 +250,10 @@ class SparsityTarget:
             return HOLD  # more weights are zero than the ramp asks for, or nothing moves at all
         lowest = min(p for p, lam in penalty.pairs() if lam)
         speed = _SHARE_OF_UPDATE["below 1" if lowest < 1 else "from 1 on"] * self._update
-        pull: float = sum(lam * tau ** (p - 1) for p, lam in penalty.pairs())
+        # Above p = 1 the pull grows with the weight: it is set where the weights are that stay,
+        # or it would grow without bound on them as tau goes to zero.
+        large = max(tau, self._typical)
+        pull: float = sum(lam * (large if p > 1 else tau) ** (p - 1) for p, lam in penalty.pairs())
         return speed / (rate * pull)
 
     def _rate(self, group: settings.Group) -> float:
@@ -266,11 +270,12 @@ class SparsityTarget:
     def _measure_update(self) -> None:
         if not self._before:
             return
-        moved = torch.zeros(2, dtype=torch.float64)
+        moved = torch.zeros(3, dtype=torch.float64)
         for before, now in zip(self._before, self._probes(), strict=True):
             alive = now != 0
             moved[0] += (now - before)[alive].abs().double().square().sum().cpu()
             moved[1] += alive.sum().cpu()
+            moved[2] += now.abs().double().sum().cpu()
         self._before = []
         group = group_of(self._pools[0].params)
         if group is not None:
@@ -278,6 +283,7 @@ class SparsityTarget:
         if moved[1]:
             update = math.sqrt(float(moved[0] / moved[1]))
             self._update = update if not self._update else 0.9 * self._update + 0.1 * update
+            self._typical = float(moved[2] / moved[1])
 
     def _probes(self) -> Iterator[Tensor]:
         for pool in self._pools:
