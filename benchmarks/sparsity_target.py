@@ -37,8 +37,8 @@ COMPARED = ("shakespeare", "cifar10")
 LEVELS = (0.9, 0.95)
 SEEDS = (0, 1, 2)
 # The same learning rates for each method, in units of the task's own for AdamW: equal tuning.
-TUNED = (1.0, 2.0)
-FIXED_LAM = (0.002, 0.005, 0.0125, 0.03, 0.08)
+TUNED = (1.0,)
+FIXED_LAM = (0.003, 0.01, 0.03, 0.08)
 
 
 @lru_cache(maxsize=1)

@@ -42,7 +42,7 @@ COMMON = (
     "-ffp-contract=fast",  # fused multiply-add
 )
 # From the fastest to what every compiler takes. The first (gcc's) asks for full vectors and for
-# prefetches in every loop that walks memory: measured, 10 to 20 % of a step.
+# prefetches in every loop that walks memory: 15 to 20 % of a step, measured on one thread.
 TUNINGS = (
     (
         "-march=native",

@@ -1,8 +1,8 @@
 """The fused steps in C, on lists of CPU tensors.
 
 Every function changes its tensors in place and makes one call into C for each dtype, whatever the
-number of tensors. Nothing is kept between calls: packing the pointers of a tensor anew takes about
-a microsecond, and no stale pointer can be followed.
+number of tensors. Nothing is kept between calls: packing a tensor anew takes about two
+microseconds, and no stale pointer can be followed.
 
 `terms` is a sequence of (p, lam), the group's decay_scale multiplied into lam. A term whose
 rate * lam is 0 is dropped; with none left the step is the optimizer's own. Where something decays,
