@@ -10,7 +10,7 @@ version = release = pdecay.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_data"]
 html_theme = "furo"
 html_title = f"pdecay {version}"
 html_static_path = ["_static"]

@@ -14,7 +14,7 @@ def find_lam(model: nn.Module, p: float, lr: float, steps: int, share: float = 0
 
     A weight that no gradient pushes shrinks by ``lr * lam * |w|^(p-1)`` a step, and so reaches
     zero after ``|w|^(2-p) / ((2-p) * lr * lam)`` steps. Solved for lam, at the magnitude below
-    which `share` of the weights lie, that is
+    which `share` of the weights lie, that is::
 
         lam = |w|^(2-p) / ((2-p) * lr * steps) .
 

@@ -95,7 +95,7 @@ class _Decaying(Optimizer):
 class PAdam(_Decaying, AdamW):
     """Adam with decoupled p-norm weight decay.
 
-    The update is that of ``torch.optim.AdamW``, after which
+    The update is that of ``torch.optim.AdamW``, after which::
 
         w <- w_tilde / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2)) .
 
@@ -194,7 +194,7 @@ class PAdam(_Decaying, AdamW):
 class PSGD(_Decaying, SGD):
     """SGD with momentum and decoupled p-norm weight decay.
 
-    The update is that of ``torch.optim.SGD``, after which
+    The update is that of ``torch.optim.SGD``, after which::
 
         w <- w_tilde / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2)) .
 
