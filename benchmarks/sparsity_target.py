@@ -38,7 +38,7 @@ LEVELS = (0.9, 0.95)
 SEEDS = (0, 1, 2)
 # The same learning rates for each method, in units of the task's own for AdamW: equal tuning.
 TUNED = (1.0,)
-FIXED_LAM = (0.003, 0.01, 0.03, 0.08)
+FIXED_LAM = (0.003, 0.01, 0.03, 0.08, 0.15)
 
 
 @lru_cache(maxsize=1)

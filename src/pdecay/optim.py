@@ -45,7 +45,7 @@ class _Decaying(Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):  # else torch has the clear error
-            (param_group,) = settings.with_settings([param_group], self._defaults())
+            param_group = settings.with_own_settings(param_group, self._defaults())
         super().add_param_group(param_group)
         if "decay" in self.defaults:  # else __init__ is not done, and warns at its end
             warn_of_frozen(self)

@@ -67,12 +67,17 @@ def with_settings(params: Iterable[Any], defaults: Defaults) -> list[Group]:
     given = list(params)
     if given and not isinstance(given[0], dict):
         given = [{"params": given}]
-    groups = [{**group, "params": _listed(group["params"])} for group in given]
+    groups = [with_own_settings(group, defaults) for group in given]
     if not any(group["params"] for group in groups):
         raise ValueError("there is nothing to optimize: the parameter list is empty")
-    for group in groups:
-        write(group, defaults)
     return groups
+
+
+def with_own_settings(group: Group, defaults: Defaults) -> Group:
+    """A group as a user gives it, with its settings; the user's own dict is left alone."""
+    group = {**group, "params": _listed(group["params"])}
+    write(group, defaults)
+    return group
 
 
 def penalty_of(group: Group) -> Penalty | None:
