@@ -36,9 +36,9 @@ TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 COMPARED = ("shakespeare", "cifar10")
 LEVELS = (0.9, 0.95)
 SEEDS = (0, 1, 2)
-# The same learning rates for each method, in units of the task's own for AdamW: equal tuning.
+# The same learning rates for each method, in units of the task's own for AdamW.
 TUNED = (1.0,)
-FIXED_LAM = (0.003, 0.01, 0.03, 0.08, 0.15)
+FIXED_LAM = (0.003, 0.01, 0.02, 0.03, 0.06, 0.08, 0.1, 0.15)
 
 
 @lru_cache(maxsize=1)
