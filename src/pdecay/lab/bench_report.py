@@ -16,6 +16,7 @@ from rich.table import Table
 
 from pdecay.lab import bench
 from pdecay.lab.bench import Cost
+from pdecay.lab.data import DataError
 
 SIZES = (1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000, 300_000_000, 500_000_000)
 _ROUNDS = {"nanoGPT": 41, "ResNet18": 31, "GPT-2": 11}
@@ -39,7 +40,10 @@ def run(out: Path, parts: Sequence[str], *, quick: bool, console: Console | None
             grown = list(bench.growth(sizes, 5 if quick else 9, status.update))
             results["growth"] = [{"size": size, **asdict(cost)} for size, cost in grown]
         if "train" in parts:
-            results["training"] = bench.training(20 if quick else 300, status.update)
+            try:
+                results["training"] = bench.training(20 if quick else 300, status.update)
+            except DataError as error:  # the other measurements need no data, and are not lost
+                console.print(f"training is left out: {error}", highlight=False)
         if "start" in parts:
             status.update("first use, in new processes")
             results["first_use_seconds"] = bench.first_use()
