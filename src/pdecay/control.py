@@ -222,7 +222,7 @@ class SparsityTarget:
             for param in full:
                 yield [param], most[param]
                 count -= most[param]
-            free = [param for param in free if param not in most or not _among(param, full)]
+            free = [param for param in free if not _among(param, full)]
         yield free, count
 
     def _below(self, param: Tensor, tau: float) -> int:
@@ -322,9 +322,10 @@ def _decayed(group: settings.Group) -> list[Tensor]:
 
 
 def _check_target(name: str, target: object) -> float:
-    if not 0 < check_number(name, target) < 1:
+    share = check_number(name, target)
+    if not 0 < share < 1:
         raise ValueError(f"{name} must be above 0 and below 1, got {target!r}")
-    return float(target)  # type: ignore[arg-type]
+    return share
 
 
 def _among(param: Tensor, params: Sequence[Tensor]) -> bool:

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from types import FrameType
 from typing import Any
 
 import torch
@@ -165,9 +166,10 @@ def _warn(frozen: list[tuple[str, Tensor]]) -> None:
 
 def _stack_level() -> int:
     """How far above `_warn`'s warnings.warn the first frame outside this package is."""
-    level, frame = 1, sys._getframe(1)
+    level = 1
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("pdecay"):
-        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+        level, frame = level + 1, frame.f_back
     return level
 
 
