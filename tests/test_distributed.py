@@ -1,7 +1,6 @@
 """Two processes on the loopback: sharded training comes to what one process comes to."""
 
 import os
-import socket
 from datetime import timedelta
 
 import pytest
@@ -46,11 +45,13 @@ def train(model, kind, rank=0, world=1):
     return target.sparsity, optimizer
 
 
-def work(rank, port, wrap, kind, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def work(rank, folder, wrap, kind):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     soon = timedelta(seconds=60)  # a rank that waits for nothing is an error, not a wait for ever
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=soon)
+    # A file to meet at: a port that was free a moment ago may be taken by another test.
+    meet = f"file://{folder}/store"
+    dist.init_process_group("gloo", meet, rank=rank, world_size=WORLD, timeout=soon)
     model = build()
     if wrap == "FSDP2":
         fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
@@ -63,23 +64,16 @@ def work(rank, port, wrap, kind, results):
         for param in model.parameters()
     ]
     if rank == 0:
-        torch.save((share, report.total, whole), results)
+        torch.save((share, report.total, whole), folder / "results")
     dist.destroy_process_group()
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 @pytest.mark.parametrize(
     ("wrap", "kind"), [("DDP", "PAdam"), ("FSDP2", "PAdam"), ("FSDP2", "attach")]
 )
 def test_two_ranks_come_to_what_one_comes_to(wrap, kind, tmp_path):
-    results = tmp_path / "results"
-    mp.spawn(work, (free_port(), wrap, kind, results), nprocs=WORLD)
-    share, reported, whole = torch.load(results)
+    mp.spawn(work, (tmp_path, wrap, kind), nprocs=WORLD)
+    share, reported, whole = torch.load(tmp_path / "results")
     alone = build()
     expected, _ = train(alone, kind)
     assert share == expected == pytest.approx(0.75, abs=0.003)
