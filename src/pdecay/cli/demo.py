@@ -1,0 +1,45 @@
+"""``pdecay demo``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pdecay.cli.common import Command, check_writable, natural_number
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("pdecay-demo"),
+        metavar="DIR",
+        help="where the figures and numbers go (default: ./pdecay-demo)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=natural_number,
+        default=0,
+        metavar="N",
+        help="the first seed; equal seeds give equal results (default: 0)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few short runs, to see that everything works"
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    from pdecay.lab import demo
+
+    check_writable(args.out)
+    demo.run(args.out, seed=args.seed, quick=args.quick)
+    return 0
+
+
+COMMAND = Command(
+    "demo",
+    "train AdamW and PAdam on handwritten digits; draw accuracy against sparsity",
+    "pdecay demo --out pdecay-demo",
+    _arguments,
+    _run,
+)

@@ -1,0 +1,41 @@
+"""``pdecay doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import pdecay
+from pdecay.cli.common import Command, UsageError, call, kind
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "build",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns (model, optimizer)",
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    built = call(args.build)
+    if not (isinstance(built, tuple | list) and len(built) == 2):
+        raise UsageError(f"{args.build} must return (model, optimizer), got {kind(built)}")
+    try:
+        findings = pdecay.doctor(*built)
+    except TypeError as error:
+        raise UsageError(f"{args.build} must return (model, optimizer): {error}") from None
+    for finding in findings:
+        sys.stdout.write(f"{finding}\n")
+    if not findings:
+        sys.stdout.write("nothing found: the model and its optimizer look right\n")
+    return int(any(finding.level == "error" for finding in findings))
+
+
+COMMAND = Command(
+    "doctor",
+    "say what would go wrong when a model is trained with an optimizer, and the cure",
+    "pdecay doctor my_project.training:build",
+    _arguments,
+    _run,
+)
