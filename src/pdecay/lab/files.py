@@ -46,3 +46,22 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class LockedError(Exception):
+    """Another process is at work in a folder."""
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Be the only process at work in a folder; the lock goes with the process, however it ends."""
+    import fcntl  # not on Windows, where nothing else here needs it
+
+    with open(folder / ".lock", "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockedError(
+                f"another process is at work in {folder}: wait for it, or choose another folder"
+            ) from None
+        yield

@@ -1,0 +1,76 @@
+"""The methods that the experiments compare, by name, and how to find a user's own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import fields, is_dataclass
+from typing import TypeGuard
+
+from pdecay.lab.methods.base import Method, Run
+from pdecay.lab.methods.decay import (
+    AdamWMethod,
+    ElasticMethod,
+    L1Method,
+    PAdamMethod,
+    TargetMethod,
+)
+from pdecay.lab.methods.factorized import DWFMethod
+from pdecay.lab.methods.magnitude import GMPMethod, MPMethod
+from pdecay.lab.methods.oto import OTOMethod
+
+__all__ = ["METHODS", "Method", "Run", "find", "options_of"]
+
+METHODS: dict[str, type[Method]] = {
+    "adamw": AdamWMethod,
+    "padam": PAdamMethod,
+    "elastic": ElasticMethod,
+    "target": TargetMethod,
+    "mp": MPMethod,
+    "gmp": GMPMethod,
+    "oto": OTOMethod,
+    "dwf": DWFMethod,
+    "l1": L1Method,
+}
+
+
+def find(name: str) -> type[Method]:
+    """The method of a name: one of `METHODS`, or ``"module:Class"`` for a user's own.
+
+    Raises:
+        ValueError: there is none; the message says what there is, or what is wrong with it.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    module_name, colon, class_name = name.partition(":")
+    if not (module_name and colon and class_name):
+        raise ValueError(
+            f"there is no method {name!r}; there are {', '.join(METHODS)}, or your own as "
+            "my_module:MyMethod"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does; installed scripts do not
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ValueError(
+            f"method {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}"
+        ) from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        raise ValueError(f"method {name!r}: {module_name!r} has no {class_name!r}")
+    if _is_method(found):
+        return found
+    raise ValueError(
+        f"method {name!r} must be a dataclass that inherits from pdecay.lab.methods.Method"
+    )
+
+
+def _is_method(found: object) -> TypeGuard[type[Method]]:
+    return isinstance(found, type) and issubclass(found, Method) and is_dataclass(found)
+
+
+def options_of(method: type[Method]) -> list[str]:
+    """The names of a method's options."""
+    return [field.name for field in fields(method)]  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""Methods that pull on the weights at every step: L2, p-norm weight decay, L1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import pdecay
+from pdecay import Lp, PAdam, SparsityTarget, prox
+from pdecay.lab.methods.base import Method, Run, adamw, check_share, decayed_weights
+from pdecay.lab.tasks import Task
+from pdecay.penalty import Penalty, check_number
+
+
+def _padam(model: nn.Module, lr: float, decay: Penalty, l2: float = 0.0) -> PAdam:
+    decayed, spared = pdecay.param_groups(model, decay)
+    return PAdam([decayed, {**spared, "weight_decay": 0.0}], lr=lr, weight_decay=l2)
+
+
+@dataclass(frozen=True)
+class AdamWMethod(Method):
+    """AdamW: decoupled L2 decay. The dense network that the others are compared with."""
+
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_number("weight_decay", self.weight_decay)
+
+    def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
+        return Run(adamw(model, lr, self.weight_decay))
+
+
+@dataclass(frozen=True)
+class PAdamMethod(Method):
+    """The paper's: Adam with decoupled p-norm weight decay, lam fixed. Sparsity is what comes."""
+
+    p: float = 0.8
+    lam: float = 0.01
+
+    def __post_init__(self) -> None:
+        Lp(self.p, self.lam)
+
+    def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
+        return Run(_padam(model, lr, Lp(self.p, self.lam)))
+
+
+@dataclass(frozen=True)
+class ElasticMethod(Method):
+    """The paper's elastic decay: PAdam with AdamW's own L2 beside the p-norm."""
+
+    p: float = 0.8
+    lam: float = 0.01
+    l2: float = 2e-3  # the paper's
+
+    def __post_init__(self) -> None:
+        Lp(self.p, self.lam)
+        check_number("l2", self.l2)
+
+    def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
+        return Run(_padam(model, lr, Lp(self.p, self.lam), self.l2))
+
+
+@dataclass(frozen=True)
+class TargetMethod(Method):
+    """PAdam whose lam is steered so that the asked share of the weights is zero at the end."""
+
+    p: float = 0.8
+    target: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not Lp(self.p, 1.0).absorbs:
+            raise ValueError(f"p must be below 2, where zeros stay zero, got {self.p!r}")
+        if not check_share("target", self.target):
+            raise ValueError(f"target must be above 0, got {self.target!r}")
+
+    def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
+        optimizer = _padam(model, lr, Lp(self.p, 1.0))
+        return _Steered(optimizer, SparsityTarget(optimizer, self.target, steps))
+
+
+class _Steered(Run):
+    def __init__(self, optimizer: Optimizer, target: SparsityTarget) -> None:
+        super().__init__(optimizer)
+        self._target = target
+
+    def after_step(self) -> None:
+        self._target.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._target.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._target.load_state_dict(state_dict)
+
+
+@dataclass(frozen=True)
+class L1Method(Method):
+    """Adam, then the exact proximal step of ``lam * |w|``: the soft threshold at ``lr * lam``."""
+
+    lam: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_number("lam", self.lam)
+
+    def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
+        return _SoftThreshold(adamw(model, lr, weight_decay=0.0), self.lam)
+
+
+class _SoftThreshold(Run):
+    def __init__(self, optimizer: Optimizer, lam: float) -> None:
+        super().__init__(optimizer)
+        self._lam = lam
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        lr = self.optimizer.param_groups[0]["lr"]
+        for weight in decayed_weights(self.optimizer):
+            shrunk: Tensor = prox.lp(weight, 1, lr * self._lam)
+            weight.copy_(shrunk)

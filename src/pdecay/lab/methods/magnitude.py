@@ -1,0 +1,72 @@
+"""Methods that train with AdamW and take the small weights out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pdecay import GradualMagnitudePruning, MagnitudePruning
+from pdecay.lab.methods.base import Method, Run, adamw, check_share, decayed_weights
+from pdecay.lab.tasks import Task
+from pdecay.penalty import check_number
+
+
+@dataclass(frozen=True)
+class MPMethod(Method):
+    """The paper's iterative magnitude pruning: weights below a threshold are zeroed now and then.
+
+    The threshold grows from 10 % to 20 % of the training; between two prunings weights may come
+    back. Sparsity is what comes.
+    """
+
+    threshold: float = 0.01
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold)
+        check_number("weight_decay", self.weight_decay)
+
+    def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
+        optimizer = adamw(model, lr, self.weight_decay)
+        weights = decayed_weights(optimizer)
+        return _Pruned(
+            optimizer, MagnitudePruning(optimizer, self.threshold, steps, params=weights)
+        )
+
+
+@dataclass(frozen=True)
+class GMPMethod(Method):
+    """Gradual magnitude pruning: the smallest go for good, along a cubic ramp, to the target."""
+
+    target: float = 0.9
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_share("target", self.target)
+        check_number("weight_decay", self.weight_decay)
+
+    def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
+        optimizer = adamw(model, lr, self.weight_decay)
+        weights = decayed_weights(optimizer)
+        return _Pruned(
+            optimizer, GradualMagnitudePruning(optimizer, self.target, steps, params=weights)
+        )
+
+
+class _Pruned(Run):
+    """The pruning acts through the optimizer's hooks; what is left to do is its checkpoint."""
+
+    def __init__(
+        self, optimizer: Optimizer, pruning: MagnitudePruning | GradualMagnitudePruning
+    ) -> None:
+        super().__init__(optimizer)
+        self._pruning = pruning
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._pruning.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._pruning.load_state_dict(state_dict)

@@ -1,0 +1,141 @@
+"""The live part of a training run: a model under a method, at some step, with its curve so far."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+import pdecay
+from pdecay.lab.methods import Method
+from pdecay.lab.records import tradeoff
+from pdecay.lab.schedule import schedule
+from pdecay.lab.streams import derive
+from pdecay.lab.tasks import Task
+
+POINTS = 20  # how often the model is evaluated on the way, beside the start
+_METHOD = 102  # a place of randomness beside those of the tasks and streams
+
+
+class Session:
+    """A model in training.
+
+    Everything that the next step depends on, beside the arguments, is in :meth:`state_dict`.
+
+    Args:
+        job: the task.
+        method: how it is trained.
+        seed: decides the first weights, the batches and the dropout.
+        lr: the highest learning rate.
+        steps: how many steps; the warm-up keeps its share of them.
+    """
+
+    def __init__(self, job: Task, method: Method, *, seed: int, lr: float, steps: int) -> None:
+        self.job, self.seed, self.steps = job, seed, steps
+        self.model = job.model(seed)
+        torch.manual_seed(derive(seed, _METHOD))
+        self.run = method.start(self.model, job, lr, steps)
+        warmup = round(job.warmup * steps / job.steps)
+        self.scheduler = schedule(self.run.optimizer, steps, warmup)
+        self.step = 0
+        self.diverged = False
+        self.curve: list[dict[str, Any]] = []
+        self._marks = {round(k * steps / POINTS) for k in range(POINTS)}
+        self._loss_sum, self._loss_count = 0.0, 0
+
+    @property
+    def done(self) -> bool:
+        return self.diverged or self.step == self.steps
+
+    @property
+    def at_a_mark(self) -> bool:
+        """Whether the curve lacks a point that is due."""
+        return self.step in self._marks and (not self.curve or self.curve[-1]["step"] < self.step)
+
+    def advance(self) -> float:
+        """Take one step; the loss before it. A loss that is not finite ends the run instead."""
+        job, model = self.job, self.model
+        job.reseed(self.seed, self.step)
+        loss = job.loss(model, job.batch(self.seed, self.step))
+        value = loss.item()
+        if not math.isfinite(value):
+            self.diverged = True
+            return value
+        loss.backward()
+        job.clip_(model)
+        self.run.optimizer.step()
+        self.run.after_step()
+        self.scheduler.step()
+        model.zero_grad()
+        self.step += 1
+        self._loss_sum += value
+        self._loss_count += 1
+        return value
+
+    def add_point(self) -> dict[str, Any]:
+        """Evaluate the model and put a point on the curve."""
+        judged = {"accuracy": None, "loss": None} if self.diverged else self._judge()
+        point = {
+            "step": self.step,
+            "lr": self.run.optimizer.param_groups[0]["lr"],
+            "train_loss": self._loss_sum / self._loss_count if self._loss_count else None,
+            **judged,
+            "sparsity": pdecay.sparsity(self.model).total,
+        }
+        self._loss_sum, self._loss_count = 0.0, 0
+        self.curve.append(point)
+        return point
+
+    def finish(self) -> dict[str, Any]:
+        """End the method, put the last point on the curve, and give the result."""
+        if not self.diverged:
+            self.run.finish()
+        point = self.add_point()
+        report = pdecay.sparsity(self.model)
+        accuracy = point["accuracy"]
+        layers = [layer for layer in report.layers if layer.decayed]
+        return {
+            "accuracy": accuracy,
+            "loss": point["loss"],
+            "sparsity": report.total,
+            "tradeoff": None if accuracy is None else tradeoff(accuracy, report.total),
+            "total_sparsity": report.total_all,
+            "weights": sum(layer.size for layer in layers),
+            "layers": [
+                {
+                    "name": layer.name,
+                    "shape": list(layer.shape),
+                    "size": layer.size,
+                    "zeros": layer.zeros,
+                }
+                for layer in layers
+            ],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.run.optimizer.state_dict(),
+            "method": self.run.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "curve": self.curve,
+            "losses": [self._loss_sum, self._loss_count],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.model.load_state_dict(state["model"])
+        self.run.optimizer.load_state_dict(state["optimizer"])
+        self.run.load_state_dict(state["method"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.curve = state["curve"]
+        self._loss_sum, self._loss_count = state["losses"]
+
+    def _judge(self) -> dict[str, float | None]:
+        judged = self.job.evaluate(self.model)
+        if not math.isfinite(judged["loss"]):  # the last step may have been the one too much
+            self.diverged = True
+            return {"accuracy": None, "loss": None}
+        return dict(judged)

@@ -1,0 +1,387 @@
+"""Train a task with a method: a run that may be killed at any moment, and goes on to the last bit.
+
+    settings = Settings.of("digits", "padam", scale="quick", p=0.8, lam=0.03)
+    record = train(settings, Path("runs/first"))
+
+What a step does depends on the settings, its number and what the checkpoint holds, and on nothing
+else: batches and dropout are functions of the seed and of the step's number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pickle
+import platform
+import time
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from pdecay.lab import bench, methods, records
+from pdecay.lab.files import LockedError, lock, remove_unfinished, replacing
+from pdecay.lab.methods import Method
+from pdecay.lab.records import Record
+from pdecay.lab.session import Session
+from pdecay.lab.tasks import Task, task
+from pdecay.penalty import check_number
+
+CHECKPOINT, RECORD, WEIGHTS = "checkpoint.pt", "record.jsonl", "weights.pt"
+
+
+class RunError(Exception):
+    """A folder cannot be trained in; the message says why and what to do."""
+
+
+class StoppedError(Exception):
+    """The run was asked to stop, and can go on from the checkpoint that it has written."""
+
+
+class Progress(Protocol):
+    """What is told while a run goes on."""
+
+    def begin(self, settings: Settings, step: int) -> None:
+        """The training starts (at step 0) or goes on."""
+
+    def step(self, step: int, loss: float) -> None:
+        """So many steps are done; the loss before the last of them."""
+
+    def point(self, point: Mapping[str, Any]) -> None:
+        """The model was evaluated: a point of the record's curve."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides what a run does; wrong ones are an error when they are made.
+
+    `options` are the method's own; those that are not given are filled in, so that equal runs
+    have equal settings. :meth:`of` fills in the rest too.
+    """
+
+    task: str
+    scale: str
+    method: str
+    seed: int
+    lr: float
+    steps: int
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        task(self.task, self.scale)
+        _check_whole("seed", self.seed, least=0)
+        _check_whole("steps", self.steps, least=1)
+        lr = check_number("lr", self.lr)
+        if not lr:
+            raise ValueError(f"lr must be above 0, got {self.lr!r}")
+        object.__setattr__(self, "lr", lr)
+        object.__setattr__(self, "options", _full_options(self.method, self.options))
+
+    @classmethod
+    def of(
+        cls,
+        task_name: str,
+        method: str,
+        *,
+        scale: str = "cpu",
+        seed: int = 0,
+        lr: float | None = None,
+        steps: int | None = None,
+        **options: Any,
+    ) -> Settings:
+        """Settings with the task's own learning rate and steps, and the method's own options.
+
+        Example:
+            >>> settings = Settings.of("digits", "padam", lam=0.02)
+            >>> settings.lr, settings.steps, settings.options
+            (0.003, 3000, {'p': 0.8, 'lam': 0.02})
+        """
+        job = task(task_name, scale)
+        return cls(
+            task_name,
+            scale,
+            method,
+            seed,
+            job.lr if lr is None else lr,
+            job.steps if steps is None else steps,
+            options,
+        )
+
+    @property
+    def id(self) -> str:
+        """The record's id."""
+        return records.run_id(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record's settings."""
+        plain = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return {**plain, "options": dict(self.options)}
+
+    def build(self) -> Method:
+        """The method with its options."""
+        return methods.find(self.method)(**self.options)
+
+
+def train(
+    settings: Settings,
+    folder: Path,
+    *,
+    device: str | None = None,
+    threads: int | None = None,
+    checkpoint_every: float = 30.0,
+    progress: Progress | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Record:
+    """Train in a folder, go on with what is there, or give the record if all is done.
+
+    Args:
+        settings: what to train.
+        folder: gets the checkpoint, and in the end the record and the weights.
+        device: where; the CPU by default. A run stays on the device that it started on.
+        threads: of torch; as many as it has now by default. A run keeps the number that it
+            started with, as sums differ in the last bits.
+        checkpoint_every: so many seconds.
+        progress: is told how it goes.
+        stop: asked after every step; when it says so, a checkpoint is written.
+
+    Raises:
+        RunError: the folder has a run of other settings, another process is at work in it, or its
+            checkpoint is damaged.
+        StoppedError: `stop` said so.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with lock(folder):
+            finished = _finished(settings, folder)
+            if finished is None:
+                remove_unfinished(folder)
+                run = _Run(settings, folder, device, threads, checkpoint_every)
+                finished = run.complete(progress, stop)
+            (folder / CHECKPOINT).unlink(missing_ok=True)
+            return finished
+    except LockedError as error:
+        raise RunError(str(error)) from None
+
+
+class _Run:
+    """One process's part in a run, from a checkpoint or from the start."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        device: str | None,
+        threads: int | None,
+        checkpoint_every: float,
+    ) -> None:
+        self.settings, self.folder, self.checkpoint_every = settings, folder, checkpoint_every
+        self.saved = _load(folder / CHECKPOINT, settings)
+        kept = self.saved or {}
+        self.device = _kept(folder, "device", device, kept.get("device"), "cpu")
+        self.threads = _kept(
+            folder, "threads", threads, kept.get("threads"), torch.get_num_threads()
+        )
+        self.started = kept.get("started", _now())
+        self.seconds = kept.get("seconds", 0.0)
+        self.resumed = kept["resumed"] + 1 if kept else 0
+        self.began = time.monotonic()
+
+    def complete(self, progress: Progress | None, stop: Callable[[], bool]) -> Record:
+        settings = self.settings
+        with torch.random.fork_rng(), _threads(self.threads):
+            session = Session(
+                _job(settings.task, settings.scale, self.device),
+                settings.build(),
+                seed=settings.seed,
+                lr=settings.lr,
+                steps=settings.steps,
+            )
+            if self.saved is not None:
+                session.load_state_dict(self.saved["session"])
+                self.saved = None  # the memory of a second model and its moments
+            if progress is not None:
+                progress.begin(settings, session.step)
+            self._walk(session, progress, stop)
+            result = session.finish()
+        if progress is not None:
+            progress.point(session.curve[-1])
+        with replacing(self.folder / WEIGHTS) as file:
+            torch.save(session.model.state_dict(), file)
+        record = self._record(session, result)
+        records.write(self.folder / RECORD, [record])
+        return record
+
+    def _walk(self, session: Session, progress: Progress | None, stop: Callable[[], bool]) -> None:
+        last_save = time.monotonic()
+        while not session.done:
+            if session.at_a_mark:
+                point = session.add_point()
+                if progress is not None:
+                    progress.point(point)
+            loss = session.advance()
+            if progress is not None:
+                progress.step(session.step, loss)
+            asked = stop() and not session.done
+            if asked or time.monotonic() - last_save >= self.checkpoint_every:
+                self._save(session)
+                last_save = time.monotonic()
+            if asked:
+                raise StoppedError(f"stopped at step {session.step} of {session.steps}")
+
+    def _save(self, session: Session) -> None:
+        if session.diverged:
+            return  # the step before it is what leads there again
+        state = {
+            "settings": self.settings.to_dict(),
+            "device": self.device,
+            "threads": self.threads,
+            "started": self.started,
+            "seconds": self._seconds(),
+            "resumed": self.resumed,
+            "session": session.state_dict(),
+        }
+        with replacing(self.folder / CHECKPOINT) as file:
+            torch.save(state, file)
+
+    def _seconds(self) -> float:
+        return float(self.seconds + time.monotonic() - self.began)
+
+    def _record(self, session: Session, result: dict[str, Any]) -> Record:
+        machine = bench.machine()
+        return {
+            "schema": records.SCHEMA,
+            "id": self.settings.id,
+            "settings": self.settings.to_dict(),
+            "result": result,
+            "curve": session.curve,
+            "status": "diverged" if session.diverged else "ok",
+            "environment": {
+                "pdecay": machine["pdecay"],
+                "torch": machine["torch"],
+                "python": platform.python_version(),
+                "platform": machine["system"],
+                "processor": machine["processor"],
+                "threads": self.threads,
+                "device": self.device,
+            },
+            "timing": {
+                "started": self.started,
+                "finished": _now(),
+                "seconds": round(self._seconds(), 3),
+                "resumed": self.resumed,
+            },
+        }
+
+
+@functools.lru_cache(maxsize=1)  # a sweep's next run has the same task: its data are read once
+def _job(name: str, scale: str, device: str) -> Task:
+    return task(name, scale, device=device)
+
+
+def _finished(settings: Settings, folder: Path) -> Record | None:
+    path = folder / RECORD
+    if not path.exists():
+        return None
+    (record,) = records.read(path)
+    _check_same(folder, record["settings"], settings)
+    return record
+
+
+def _load(path: Path, settings: Settings) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        there = saved["settings"]
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise RunError(
+            f"{path} is no checkpoint of a run ({reason}): it was altered or cut short; delete "
+            "it to start the run again"
+        ) from None
+    _check_same(path.parent, there, settings)
+    return saved
+
+
+def _check_same(folder: Path, there: Mapping[str, Any], settings: Settings) -> None:
+    asked = settings.to_dict()
+    if there == asked:
+        return
+    flat_there, flat_asked = ({**one, **one["options"]} for one in (there, asked))
+    differing = [
+        f"{name} is {flat_there.get(name)!r} there and {flat_asked.get(name)!r} here"
+        for name in dict.fromkeys([*flat_there, *flat_asked])
+        if name != "options" and flat_there.get(name) != flat_asked.get(name)
+    ]
+    raise RunError(
+        f"{folder} has a run of other settings ({'; '.join(differing)}): choose another folder, "
+        "or delete that one"
+    )
+
+
+def _kept(folder: Path, name: str, asked: Any, kept: Any, default: Any) -> Any:
+    """How a run was started is how it goes on, and whoever asks for another way is told."""
+    if kept is None:
+        return default if asked is None else asked
+    if asked is not None and asked != kept:
+        raise RunError(
+            f"the run in {folder} started with {name} {kept!r}, and goes on to the last bit only "
+            f"so: ask for {kept!r}, not {asked!r}, or choose another folder"
+        )
+    return kept
+
+
+def _full_options(method_name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The method's options with its own defaults, in the types that it declares."""
+    method = methods.find(method_name)
+    known = methods.options_of(method)
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        has = f"it has {', '.join(known)}" if known else "it has none"
+        raise ValueError(f"{method_name} has no option {unknown[0]!r}; {has}")
+    kinds = typing.get_type_hints(method)
+    typed = {name: _as_declared(name, value, kinds[name]) for name, value in given.items()}
+    try:
+        made = method(**typed)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{method_name}: {error}") from None
+    return {name: getattr(made, name) for name in known}
+
+
+def _as_declared(name: str, value: object, kind: object) -> object:
+    """A number as a float where a float is declared: 1 and 1.0 are the same setting."""
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, str | bool | int | float | None):
+        raise TypeError(f"option {name} must be a number or a string, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"option {name} must be finite, got {value!r}")
+    return value
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value!r}")
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
