@@ -25,7 +25,7 @@ from torch.optim.sgd import sgd
 from pdecay import settings
 from pdecay.auxiliary import Auxiliary, as_plain, decay_at_anchor_
 from pdecay.groups import warn_of_frozen
-from pdecay.paths import path_for
+from pdecay.paths import paths_for
 from pdecay.penalty import Lp, Penalty, as_penalty, check_number
 from pdecay.settings import Defaults, Group
 from pdecay.step import check_rate, decay_rate, factors, multiply_
@@ -176,7 +176,8 @@ class PAdam(_Decaying, AdamW):
             part.prepare()
             if part.path is not None:
                 plain = {**settings_of_adam, "lr": _plain(group["lr"])}
-                part.path.adam_(*chosen, terms=part.terms, rate=rate, **plain)
+                decay = {"terms": part.terms, "scales": part.scales, "rate": rate}
+                part.path.adam_(*chosen, **decay, **plain)
             else:
                 torch_adam(
                     *chosen,
@@ -270,6 +271,7 @@ class PSGD(_Decaying, SGD):
                 part.path.sgd_(
                     *(weights, gradients, kept),
                     terms=part.terms,
+                    scales=part.scales,
                     rate=rate,
                     first=fresh,
                     **{**settings_of_sgd, "lr": _plain(group["lr"])},
@@ -290,19 +292,21 @@ class PSGD(_Decaying, SGD):
 
 @dataclass
 class _Part:
-    """Some of a group's parameters that are updated together: same path, same scale."""
+    """Some of a group's parameters that are updated together; without a path, of one scale."""
 
     params: list[Tensor]
     indices: list[int]  # among the group's parameters that have a gradient
     path: ModuleType | None
     foreach: bool
     penalty: Penalty | None  # None where nothing decays
-    scale: float
+    scales: list[float]
     anchored: Sequence[float]
     rate: float | Tensor
 
     def of(self, stream: list[T]) -> list[T]:
         """What of a list in the parameters' order belongs to this part (or nothing has it)."""
+        if len(self.indices) == len(stream):
+            return stream
         return [stream[i] for i in self.indices] if stream else []
 
     @property
@@ -310,14 +314,14 @@ class _Part:
         """The decay for a fused kernel; an anchor's is applied apart."""
         if self.penalty is None or self.anchored:
             return []
-        return [(p, lam * self.scale) for p, lam in self.penalty.pairs()]
+        return [(p, lam) for p, lam in self.penalty.pairs()]
 
     def prepare(self) -> None:
         """Before the update: the factors, from the weights as they are."""
         self.factors: list[Tensor] = []
-        if self.penalty is not None and self.path is None and not self.anchored:
+        if self.penalty is not None and self.path is None and not self.anchored and self.scales[0]:
             self.factors = factors(
-                self.params, self.penalty, self.rate * self.scale, foreach=self.foreach
+                self.params, self.penalty, self.rate * self.scales[0], foreach=self.foreach
             )
 
     def finish(self, state: dict[Tensor, dict[str, Any]]) -> None:
@@ -325,9 +329,10 @@ class _Part:
         if self.factors:
             multiply_(self.params, self.factors, foreach=self.foreach)
         if self.penalty is not None and self.anchored:
-            for param in self.params:
-                rate = self.rate * self.scale
-                decay_at_anchor_(param, state[param], self.anchored, self.penalty, rate)
+            for param, scale in zip(self.params, self.scales, strict=True):
+                if scale:
+                    rate = self.rate * scale
+                    decay_at_anchor_(param, state[param], self.anchored, self.penalty, rate)
 
 
 def _parts(
@@ -338,24 +343,24 @@ def _parts(
     Without foreach each parameter is a part, so that one factor is in memory at a time.
     """
     penalty = settings.penalty_of(group)
-    scales = {param: settings.scale_of(param, i, group) for i, param in enumerate(group["params"])}
+    scales = settings.scales_of(params, group)
     fused = group["fused"]
     if (fused is None and group["foreach"] is not None) or not only_dense:
         fused = False
-    paths = [path_for(param, fused) for param in params]
+    paths = paths_for(params, fused)
     foreach = _use_foreach([p for p, path in zip(params, paths, strict=True) if not path], group)
     parts: dict[tuple[Any, ...], list[int]] = {}
-    for i, (param, path) in enumerate(zip(params, paths, strict=True)):
+    for i, path in enumerate(paths):
         alone = i if path is None and not foreach else None
-        parts.setdefault((path, scales[param], alone), []).append(i)
-    for (path, scale, _), indices in parts.items():
+        parts.setdefault((path, scales[i] if path is None else None, alone), []).append(i)
+    for (path, _, _), indices in parts.items():
         yield _Part(
             params=[params[i] for i in indices],
             indices=indices,
             path=path,
             foreach=foreach,
-            penalty=penalty if scale else None,
-            scale=scale,
+            penalty=penalty,
+            scales=[scales[i] for i in indices],
             anchored=group["decay_auxiliary"],
             rate=rate,
         )

@@ -8,15 +8,16 @@ takes over, and one warning says why.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, strided
 from torch.compiler import is_compiling
 
 from pdecay.kernels import native
+from pdecay.kernels.layout import PLAIN
 
 Path = Literal["native", "compiled"]
 
@@ -52,6 +53,21 @@ def path_for(tensor: Tensor, fused: bool | None) -> ModuleType | None:
             return compiled
         _say(f"torch.compile cannot take the fused step ({reason})")
     return None
+
+
+def paths_for(tensors: Sequence[Tensor], fused: bool | None) -> list[ModuleType | None]:
+    """`path_for` each of the tensors; those that are alike are looked at once."""
+    known: dict[object, ModuleType | None] = {}
+    paths = []
+    for tensor in tensors:
+        if type(tensor) in PLAIN and tensor.layout is strided and tensor.is_contiguous():
+            kind = (tensor.dtype, tensor.device)
+            if kind not in known:
+                known[kind] = path_for(tensor, fused)
+            paths.append(known[kind])
+        else:
+            paths.append(path_for(tensor, fused))
+    return paths
 
 
 @contextmanager

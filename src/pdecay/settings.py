@@ -93,6 +93,14 @@ def scale_of(param: Tensor, index: int, group: Group) -> float:
     return float(scale[index] if isinstance(scale, list) else scale)
 
 
+def scales_of(params: Sequence[Tensor], group: Group) -> list[float]:
+    """`scale_of` of some of the group's parameters, such as those that have a gradient."""
+    if not isinstance(group["decay_scale"], list):  # the index does not matter
+        return [scale_of(param, 0, group) for param in params]
+    places = {param: i for i, param in enumerate(group["params"])}
+    return [scale_of(param, places[param], group) for param in params]
+
+
 def decayed(group: Group) -> list[Tensor]:
     """The parameters that the group's decay is there for, whatever its scale is now."""
     unscaled = {**group, "decay_scale": 1.0}

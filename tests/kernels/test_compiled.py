@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdecay.kernels import compiled, native
+from pdecay.kernels import bare, compiled, flat, native
 
 TERMS = {
     "0": [(0, 5e-5)],
@@ -26,7 +26,7 @@ SGD = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0
 @pytest.fixture
 def eager(monkeypatch):
     """The same functions without the compiler, which takes seconds for each form."""
-    monkeypatch.setattr(compiled, "_compiled", lambda function, *_: function)
+    monkeypatch.setattr(compiled, "_compiled", lambda function, *_: compiled._Code(function))
 
 
 @pytest.mark.usefixtures("eager")
@@ -204,3 +204,55 @@ def test_a_compiler_that_fails_is_said_before_anything_changes(monkeypatch):
     finally:
         compiled._compiled.cache_clear()
     assert torch.equal(w, torch.ones(3))
+
+
+class TestBareKernel:
+    """On the CPU the compiled kernel is called by itself."""
+
+    def code(self, function, kind, streams):
+        return compiled._compiled(function, kind, streams, torch.float32, torch.device("cpu"))
+
+    def test_there_is_one(self):
+        kind = flat.Kind("powers", 1, bits=True)
+        assert self.code(flat.shrink, kind, 2).kernel is not None
+
+    def test_it_gives_the_bits_of_the_compiled_code(self):
+        kind = flat.Kind("powers", 1, bits=True)
+        code = self.code(flat.shrink, kind, 2)
+        plan = compiled._plan([(0.8, 0.1)], 0.1, torch.float32)[2]
+        numbers = torch.tensor([1.0, *plan])
+        for size in (1, 2, 15, 16, 17, 1000, 100_003):
+            w = torch.randn(size)
+            old, bare = torch.randn(size), w.clone()
+            (code.call if size > 1 else flat.shrink)([w, old], numbers, None, kind)
+            code.kernel([bare, old], numbers, size)
+            assert torch.allclose(bare, w, rtol=1e-6 if size == 1 else 0, atol=0)
+
+    def test_another_layout_takes_the_long_way(self):
+        w = torch.randn(6, 5)
+        grad = torch.randn(5, 6).t()
+        wanted, grads = w.clone(), grad.contiguous()
+        compiled.sgd_([w], [grad], [], terms=[(0.8, 0.1)], lr=0.1, **SGD)
+        compiled.sgd_([wanted], [grads], [], terms=[(0.8, 0.1)], lr=0.1, **SGD)
+        assert torch.equal(w, wanted)
+
+    def test_a_changed_weight_is_seen_by_autograd(self):
+        w = torch.randn(3, requires_grad=True)
+        product = (w * w).sum()
+        compiled.sgd_([w], [torch.ones(3)], [], terms=[(0.8, 0.1)], lr=0.1, **SGD)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+    def test_what_is_more_or_other_than_one_known_kernel_is_left_as_it_is(self):
+        kind = flat.Kind("powers", 1, bits=True)
+        step = self.code(flat.shrink, kind, 2).call
+
+        def found(call):
+            return bare.kernel_of(call, [torch.ones(8), torch.ones(70), torch.ones(70)])
+
+        assert found(lambda x, y: step(x, y, None, kind)) is not None
+        assert found(lambda x, y: x[0].add_(x[1])) is None
+        assert found(lambda x, y: [step(x, y, None, kind) for _ in range(2)]) is None
+        assert found(lambda x, y: step([x[0], x[1].clone()], y, None, kind)) is None
+        assert found(lambda x, y: step([z[1:] for z in x], y, None, kind)) is None
+        assert found(lambda x, y: step([x[0].add_(1), x[1]], y, None, kind)) is None

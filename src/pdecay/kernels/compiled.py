@@ -5,8 +5,8 @@ tensor (small ones are put together first). All hyper-parameters are elements of
 none of them is ever a reason to compile again: lr, betas, lam, p, the step count, decay_scale.
 Compiled anew is only what the function's text depends on: device and dtype, how many terms there
 are and which of them have a cheap form, amsgrad, nesterov, and whether gradients come scaled. The
-first step of each such kind takes some seconds; inductor keeps the result on disk. A call costs
-about 10 microseconds beside its work, and as much again for the views of a tensor.
+first step of each such kind takes some seconds; inductor keeps the result on disk. On a CPU the
+compiled kernel is called without what torch puts around it, where that can be had (`bare.py`).
 
 On an accelerator nothing waits for the device: lr, rate, found_inf, grad_scale and the step counts
 may be tensors there.
@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-from pdecay.kernels import flat
+from pdecay.kernels import bare, flat
 from pdecay.kernels.build import KernelUnavailable
 from pdecay.kernels.flat import Kind
-from pdecay.kernels.native import Tensors, Terms, _is_dense, _local
+from pdecay.kernels.layout import Batch, Tensors, batches, is_dense, local
+from pdecay.kernels.native import Scales, Terms
 
 __all__ = ["adam_", "available", "sgd_", "shrink_", "supports", "why_not"]
 
@@ -60,10 +61,10 @@ def supports(tensor: Tensor) -> bool:
 
 def why_not(tensor: Tensor) -> str | None:
     """Why the kernel cannot update this weight, in a few words; None if it can."""
-    tensor = _local(tensor)
+    tensor = local(tensor)
     if tensor.dtype not in _DTYPES:
         return f"of dtype {str(tensor.dtype).removeprefix('torch.')}"
-    if tensor.layout != torch.strided or not _is_dense(tensor):
+    if tensor.layout != torch.strided or not is_dense(tensor):
         return "not dense in memory"
     return None
 
@@ -80,6 +81,7 @@ def adam_(
     state_steps: Tensors,
     *,
     terms: Terms,
+    scales: Scales = None,
     lr: Number,
     beta1: float,
     beta2: float,
@@ -97,18 +99,15 @@ def adam_(
     streams = [params, grads, exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
     new1 = beta1 - 1 if maximize else 1 - beta1
     fixed = (new1, beta1, 1 - beta2, beta2, eps, 1 - lr * weight_decay)
-    corrections: dict[Any, tuple[Number, Number]] = {}
+    # A count that only the device knows makes a tensor one of its own.
+    steps = [count.item() + 1 if _is_host(count) else count + 1 for count in state_steps]
+    keys = [-1 - i if isinstance(step, Tensor) else step for i, step in enumerate(steps)]
 
-    def numbers_of(i: int) -> tuple[object, Sequence[Number]]:
-        count = state_steps[i]
-        step: Number = count.item() + 1 if _is_host(count) else count + 1
-        key = i if isinstance(step, Tensor) else step
-        if key not in corrections:
-            corrections[key] = (lr / (1 - beta1**step), (1 - beta2**step) ** -0.5)
-        return key, (*fixed, *corrections[key])
+    def numbers_of(i: int) -> Sequence[Number]:
+        return (*fixed, lr / (1 - beta1 ** steps[i]), (1 - beta2 ** steps[i]) ** -0.5)
 
     how = _How(terms, lr if rate is None else rate, grad_scale, found_inf, {"amsgrad": amsgrad})
-    _run(flat.adam, streams, numbers_of, how)
+    _run(flat.adam, streams, numbers_of, how, scales, keys)
     if not state_steps:
         return
     torch._foreach_add_(list(state_steps), 1)
@@ -123,6 +122,7 @@ def sgd_(
     momentum_buffers: Tensors,
     *,
     terms: Terms,
+    scales: Scales = None,
     lr: Number,
     momentum: float,
     dampening: float,
@@ -147,7 +147,7 @@ def sgd_(
         flags["first"] = is_first and momentum != 0
         how = _How(terms, rate, grad_scale, found_inf, flags)
         parts = [[stream[i] for i in chosen] for stream in streams]
-        _run(flat.sgd, parts, lambda _: (None, numbers), how)
+        _run(flat.sgd, parts, lambda _: numbers, how, scales and [scales[i] for i in chosen])
 
 
 def shrink_(params: Tensors, olds: Tensors, *, terms: Terms, lr: Number) -> None:
@@ -155,7 +155,7 @@ def shrink_(params: Tensors, olds: Tensors, *, terms: Terms, lr: Number) -> None
     if not isinstance(lr, Tensor) and not any(lr * lam for _, lam in terms):
         return
     how = _How(terms, lr, None, None, {})
-    _run(flat.shrink, [params, olds], lambda _: (None, ()), how)
+    _run(flat.shrink, [params, olds], lambda _: (), how)
 
 
 # ---- how they are run ----
@@ -173,74 +173,74 @@ class _How(NamedTuple):
 
 def _is_host(value: object) -> TypeGuard[Tensor]:
     """Whether this is a tensor that can be read without waiting for a device."""
-    return isinstance(value, Tensor) and value.device.type == "cpu"
+    return isinstance(value, Tensor) and value.is_cpu
 
 
 def _run(
     function: Callable[..., None],
     streams: Sequence[Tensors],
-    numbers_of: Callable[[int], tuple[object, Sequence[Number]]],
+    numbers_of: Callable[[int], Sequence[Number]],
     how: _How,
+    scales: Scales = None,
+    keys: Sequence[Hashable] | None = None,
 ) -> None:
-    """Call the compiled `function` on flat tensors until all of `streams` are done.
+    """Call the compiled `function` until all of `streams` are done.
 
-    `numbers_of(i)` gives the function's own numbers for tensor i and a key that is the same for
-    tensors whose numbers are. All kinds are compiled before any tensor changes.
+    `numbers_of(i)` gives the function's own numbers for tensor i; they are the same for all tensors
+    of one key. All kinds are compiled before any tensor changes.
     """
-    local = [[_local(tensor).detach() for tensor in stream] for stream in streams]
-    groups: dict[Any, list[int]] = {}
-    for i, weight in enumerate(local[0]):
-        if weight.numel():
-            groups.setdefault((weight.device, weight.dtype, numbers_of(i)[0]), []).append(i)
+    count = len(streams[0])
+    both = list(zip(scales or [1.0] * count, keys or [None] * count, strict=True))
     skip = None if _is_host(how.found_inf) else how.found_inf
-    scale: Number = 1.0 if how.grad_scale is None else how.grad_scale
+    scaled = how.grad_scale is not None
+    grad_scale: Number = 1.0 if how.grad_scale is None else how.grad_scale
     calls = []
-    for (device, dtype, _), members in groups.items():
+    for batch in batches(streams, read_only=() if scaled else (1,), keys=both):
+        device, dtype = batch.device, batch.dtype
+        scale, _ = batch.key
         wide = dtype if dtype == torch.float64 else torch.float32
-        form, powers, decay = _plan(how.terms, how.rate, wide)
+        form, powers, decay = _plan([(p, lam * scale) for p, lam in how.terms], how.rate, wide)
         kind = Kind(
             form,
             powers,
             bits=device.type == "cpu" and wide == torch.float32,
-            scaled=how.grad_scale is not None,
+            scaled=scaled,
             skippable=skip is not None,
             **how.flags,
         )
-        own = _vector([scale, *numbers_of(members[0])[1]], wide, device)
-        numbers = torch.cat([own, decay.to(device, wide)])
-        step = _compiled(function, kind, len(local), dtype, device)
-        calls.append((step, members, numbers, None if skip is None else skip.to(device), kind))
-    for step, members, numbers, skip_here, kind in calls:
-        for lists in _flattened([[stream[i] for i in members] for stream in local], kind.scaled):
-            # a size of 1 would be compiled as a constant
-            run = step if lists[0].numel() > 1 else function
-            run(lists, numbers, skip_here, kind)
+        numbers = _vector([grad_scale, *numbers_of(batch.indices[0]), *decay], wide, device)
+        code = _compiled(function, kind, len(streams), dtype, device)
+        calls.append((batch, code, numbers, None if skip is None else skip.to(device), kind))
+    for batch, code, numbers, skip_here, kind in calls:
+        if code.kernel is not None:
+            for *tensors, size in zip(*batch.streams, batch.sizes, strict=True):
+                code.kernel(tensors, numbers, size)
+        else:
+            for flats in _flattened(batch, scaled):
+                # a size of 1 would be compiled as a constant
+                run = code.call if flats[0].numel() > 1 else function
+                run(flats, numbers, skip_here, kind)
+        batch.finish()
 
 
-def _flattened(streams: list[list[Tensor]], scaled: bool) -> Iterator[list[Tensor]]:
-    """The streams of each tensor as 1-D tensors, small ones joined; copied back where copied."""
-    lists: list[list[Tensor]] = [[] for _ in streams]
-    copied: list[tuple[Tensor, Tensor]] = []
-    for s, stream in enumerate(streams):
-        for weight, tensor in zip(streams[0], stream, strict=True):
-            laid_out = tensor
-            if tensor.dtype != weight.dtype or tensor.stride() != weight.stride():
-                laid_out = torch.empty_like(weight).copy_(tensor)
-                copied.append((tensor, laid_out))
-            lists[s].append(laid_out.as_strided((weight.numel(),), (1,)))
-    small = [i for i, weight in enumerate(lists[0]) if weight.numel() < _SMALL]
+def _flattened(batch: Batch, scaled: bool) -> Iterator[list[Tensor]]:
+    """The streams of each tensor as 1-D tensors; small ones are joined, and copied back after."""
+    members = [i for i, size in enumerate(batch.sizes) if size]
+    flats = [
+        [stream[i].detach().as_strided((batch.sizes[i],), (1,)) for i in members]
+        for stream in batch.streams
+    ]
+    small = [k for k, flat in enumerate(flats[0]) if flat.numel() < _SMALL]
     if len(small) > 1:
-        sizes = [lists[0][i].numel() for i in small]
-        joined = [torch.cat([flats[i] for i in small]) for flats in lists]
+        sizes = [flats[0][k].numel() for k in small]
+        joined = [torch.cat([stream[k] for k in small]) for stream in flats]
         yield joined
         for s, whole in enumerate(joined):
             if s != 1 or scaled:  # stream 1, gradients or old weights, is only read otherwise
-                torch._foreach_copy_([lists[s][i] for i in small], whole.split(sizes))
-    alone = set(range(len(lists[0]))) - (set(small) if len(small) > 1 else set())
-    for i in sorted(alone):
-        yield [flats[i] for flats in lists]
-    for original, copy in copied:
-        original.copy_(copy)
+                torch._foreach_copy_([flats[s][k] for k in small], whole.split(sizes))
+    alone = set(range(len(members))) - (set(small) if len(small) > 1 else set())
+    for k in sorted(alone):
+        yield [stream[k] for stream in flats]
 
 
 def _vector(values: Sequence[Number], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -253,38 +253,24 @@ def _vector(values: Sequence[Number], dtype: torch.dtype, device: torch.device) 
     return vector
 
 
-def _plan(terms: Terms, rate: Number, dtype: torch.dtype) -> tuple[str, int, Tensor]:
-    """The form of the factor (as in decay.h), how many powers it sums, and its numbers."""
-    live = tuple((p, lam) for p, lam in terms if lam != 0)
-    if isinstance(rate, Tensor) and not _is_host(rate):
-        return _plan_on_device(live, rate.reshape(()).to(dtype), dtype)
-    return _plan_on_host(live, float(rate), dtype)
-
-
-@functools.lru_cache(maxsize=64)
-def _plan_on_host(
-    terms: tuple[tuple[float, float], ...], rate: float, dtype: torch.dtype
-) -> tuple[str, int, Tensor]:
-    return _plan_on_device(terms, torch.tensor(rate, dtype=torch.float64), dtype)
-
-
-def _plan_on_device(
-    terms: tuple[tuple[float, float], ...], rate: Tensor, dtype: torch.dtype
-) -> tuple[str, int, Tensor]:
-    """`_plan`, where the rate is.
+def _plan(terms: Terms, rate: Number, dtype: torch.dtype) -> tuple[str, int, list[Number]]:
+    """The form of the factor (as in decay.h), how many powers it sums, and its numbers.
 
     The numbers are tiny, constant (p = 2), at_zero, per_knee and, for each power, q, whole and
-    mantissa. A rate of 0, also one that only the device knows, is not a form of its own: its
-    numbers give a factor of 1 everywhere, at zero too.
+    mantissa; tensors where the rate is one on a device. A rate of 0, also one that only the device
+    knows, is not a form of its own: its numbers give a factor of 1 everywhere, at zero too.
     """
     limits = torch.finfo(dtype)
-    others = [(p, lam) for p, lam in terms if p != 2]
+    if isinstance(rate, Tensor):
+        rate = rate.item() if _is_host(rate) else rate.reshape(()).to(dtype)
+    live = [(p, lam) for p, lam in terms if lam != 0]
+    others = [(p, lam) for p, lam in live if p != 2]
 
-    def number(value: Number) -> Tensor:
-        return torch.as_tensor(value, dtype=rate.dtype, device=rate.device)
-
-    def unless_idle(value: Number, when_idle: float) -> Tensor:
-        return torch.where(rate == 0, number(when_idle), number(value))
+    def unless_idle(value: Number, when_idle: float) -> Number:
+        if isinstance(rate, Tensor):
+            # multiplied, not chosen by torch.where alone: a plain value becomes a tensor there
+            return torch.where(rate == 0, when_idle, value + 0 * rate)
+        return value if rate else when_idle
 
     if not others:
         form = "flat"
@@ -292,23 +278,40 @@ def _plan_on_device(
         form = _CHEAP.get(others[0][0], "powers")
     else:
         form = "powers"
-    constant = 1 / (1 + rate * sum(lam for p, lam in terms if p == 2))
+    constant = 1 / (1 + rate * sum(lam for p, lam in live if p == 2))
     at_zero = 0.0 if any(p < 2 for p, _ in others) else constant
-    rates = [(rate * lam * constant).clamp(limits.tiny, limits.max) for _, lam in others]
-    per_knee = number(0.0)
+    rates = [_clamp(rate * lam * constant, limits.tiny, limits.max) for _, lam in others]
+    per_knee: Number = 0.0
     if form in _CHEAP.values():
-        per_knee = (rates[0] ** (1 / (others[0][0] - 2))).clamp(max=limits.max)
-    tiny = limits.tiny if terms else 0.0
-    numbers = [unless_idle(tiny, 0.0), constant, unless_idle(at_zero, 1.0)]
+        per_knee = _clamp(_power(rates[0], 1 / (others[0][0] - 2)), 0.0, limits.max)
+    numbers = [unless_idle(limits.tiny if live else 0.0, 0.0), constant, unless_idle(at_zero, 1.0)]
     numbers.append(unless_idle(per_knee, limits.max))
     if form != "powers":
-        return form, 0, torch.stack(numbers)
+        return form, 0, numbers
     for (p, _), c in zip(others, rates, strict=True):
-        whole = c.log2().round()
+        whole = c.log2().round() if isinstance(c, Tensor) else round(math.log2(c))
         numbers.append(unless_idle(p - 2, 0.0))
         numbers.append(unless_idle(whole, math.log2(limits.tiny)))
-        numbers.append(c / whole.exp2())
-    return form, len(others), torch.stack(numbers)
+        numbers.append(c * 2.0**-whole)
+    return form, len(others), numbers
+
+
+def _clamp(value: Number, low: float, high: float) -> Number:
+    return value.clamp(low, high) if isinstance(value, Tensor) else min(max(value, low), high)
+
+
+def _power(base: Number, exponent: float) -> Number:
+    try:
+        return base**exponent
+    except OverflowError:  # of plain numbers; a tensor has inf
+        return math.inf
+
+
+class _Code(NamedTuple):
+    """A compiled function, and its kernel where that can be called by itself."""
+
+    call: Callable[..., None]
+    kernel: bare.Bare | None = None
 
 
 @functools.cache
@@ -318,7 +321,7 @@ def _compiled(
     streams: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> Callable[..., None]:
+) -> _Code:
     """`function`, compiled; tried on numbers of no consequence, so that no step fails half done.
 
     The trial also shows which arguments the compiled code takes, in which order. From then on it is
@@ -363,4 +366,8 @@ def _compiled(
         arguments = arguments_of(streams, numbers, skip)
         code[0](*[arguments[i] for i in order])
 
-    return call
+    if device.type != "cpu":
+        return _Code(call)
+    with torch.no_grad():
+        kernel = bare.kernel_of(lambda x, y: call(x, y, skip, kind), [numbers, *trial])
+    return _Code(call, kernel)

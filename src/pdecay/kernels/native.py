@@ -4,9 +4,10 @@ Every function changes its tensors in place and makes one call into C for each d
 number of tensors. Nothing is kept between calls: packing a tensor anew takes about two
 microseconds, and no stale pointer can be followed.
 
-`terms` is a sequence of (p, lam), the group's decay_scale multiplied into lam. A term whose
-rate * lam is 0 is dropped; with none left the step is the optimizer's own. Where something decays,
-results below the smallest normal number (of float32 for half-precision weights) are written as 0.
+`terms` is a sequence of (p, lam); `scales` has, for each weight, what lam is multiplied by. A term
+whose rate * lam is 0 is dropped; with none left the step is the optimizer's own. Where something
+decays, results below the smallest normal number (of float32 for half-precision weights) are written
+as 0.
 
 Raises `KernelUnavailable` where the kernel cannot be compiled, `ValueError` for tensors that it
 cannot take; ask `supports` first.
@@ -17,21 +18,20 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from pdecay.kernels.build import KernelUnavailable, load
+from pdecay.kernels.layout import PLAIN, Batch, Tensors, batches, is_dense, local
 
 __all__ = ["KernelUnavailable", "adam_", "available", "sgd_", "shrink_", "supports", "why_not"]
 
 Terms = Sequence[tuple[float, float]]
-Tensors = Sequence[Tensor]
+Scales = Sequence[float] | None
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as in step.c
-_PLAIN = (Tensor, torch.nn.Parameter)
 _FAILURES = {1: "this compiler has no float16", 2: "out of memory"}
 
 
@@ -51,15 +51,15 @@ def supports(tensor: Tensor) -> bool:
 
 def why_not(tensor: Tensor) -> str | None:
     """Why the kernel cannot update this weight, in a few words; None if it can."""
-    if type(tensor) not in _PLAIN:
-        tensor = _local(tensor)
-        if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
+        tensor = local(tensor)
+        if type(tensor) not in PLAIN:
             return f"a {type(tensor).__name__}"
     if tensor.device.type != "cpu":
         return f"on device {tensor.device.type}"
     if tensor.dtype not in _DTYPES:
         return f"of dtype {str(tensor.dtype).removeprefix('torch.')}"
-    if tensor.layout != torch.strided or not _is_dense(tensor):
+    if tensor.layout != torch.strided or not is_dense(tensor):
         return "not dense in memory"
     return None
 
@@ -73,6 +73,7 @@ def adam_(
     state_steps: Tensors,
     *,
     terms: Terms,
+    scales: Scales = None,
     lr: float,
     beta1: float,
     beta2: float,
@@ -93,7 +94,7 @@ def adam_(
         exp_avg_sqs: second moments,
         max_exp_avg_sqs: their maxima (only read if `amsgrad`; else may be empty),
         state_steps: and step counts on the CPU, which are incremented here.
-        terms: the decay, see the module.
+        terms, scales: the decay, see the module.
         lr: learning rate.
         beta1: coefficient of the first moments.
         beta2: coefficient of the second moments.
@@ -108,15 +109,17 @@ def adam_(
     if found_inf is not None and found_inf.item():
         return
     library = _library()
-    powers, rates = _live(terms, float(lr if rate is None else rate))
+    rate = float(lr if rate is None else rate)
     scale = 0.0 if grad_scale is None else float(grad_scale.item())
     streams = [params, grads, exp_avgs, exp_avg_sqs]
     if amsgrad:
         streams.append(max_exp_avg_sqs)
     steps, double_steps = _step_pointers(state_steps)
-    for batch in _batches(streams, read_only=() if scale else (1,)):
+    for batch in batches(streams, read_only=() if scale else (1,), keys=scales):
+        powers, rates = _live(terms, rate, batch.key)
         counts = array("Q", [steps[i] for i in batch.indices])
-        batch.run(
+        _call(
+            batch,
             library.pdecay_adam,
             *(len(powers), _address(powers), _address(rates), scale),
             *(_address(counts), double_steps),
@@ -130,6 +133,7 @@ def sgd_(
     momentum_buffers: Tensors,
     *,
     terms: Terms,
+    scales: Scales = None,
     lr: float,
     momentum: float,
     dampening: float,
@@ -147,7 +151,7 @@ def sgd_(
         params: the weights.
         grads: their gradients; divided by `grad_scale`, if given, in place (as torch's fused does).
         momentum_buffers: one for each weight; not read without `momentum`, may then be empty.
-        terms: the decay, see the module.
+        terms, scales: the decay, see the module.
         lr: learning rate.
         momentum: coefficient of the buffers.
         dampening: the share of the gradient that does not enter the buffers.
@@ -162,13 +166,15 @@ def sgd_(
     if found_inf is not None and found_inf.item():
         return
     library = _library()
-    powers, rates = _live(terms, float(lr if rate is None else rate))
+    rate = float(lr if rate is None else rate)
     scale = 0.0 if grad_scale is None else float(grad_scale.item())
     fresh = [first] * len(params) if isinstance(first, bool) else first
     streams = [params, grads, momentum_buffers] if momentum != 0 else [params, grads]
-    for batch in _batches(streams, read_only=() if scale else (1,)):
+    for batch in batches(streams, read_only=() if scale else (1,), keys=scales):
+        powers, rates = _live(terms, rate, batch.key)
         flags = array("B", [fresh[i] for i in batch.indices])
-        batch.run(
+        _call(
+            batch,
             library.pdecay_sgd,
             *(len(powers), _address(powers), _address(rates), scale, _address(flags)),
             *(lr, momentum, dampening, nesterov, weight_decay, maximize),
@@ -181,8 +187,8 @@ def shrink_(params: Tensors, olds: Tensors, *, terms: Terms, lr: float) -> None:
     if not powers:
         return
     library = _library()
-    for batch in _batches([params, olds], read_only=(1,)):
-        batch.run(library.pdecay_shrink, len(powers), _address(powers), _address(rates))
+    for batch in batches([params, olds], read_only=(1,)):
+        _call(batch, library.pdecay_shrink, len(powers), _address(powers), _address(rates))
 
 
 @functools.cache
@@ -196,8 +202,11 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _live(terms: Terms, rate: float) -> tuple[array[float], array[float]]:
+def _live(
+    terms: Terms, rate: float, scale: float | None = None
+) -> tuple[array[float], array[float]]:
     """P and c = rate * lam of the terms that change anything."""
+    rate = rate if scale is None else rate * scale
     live = [(p, rate * lam) for p, lam in terms if rate * lam != 0]
     return array("d", [p for p, _ in live]), array("d", [c for _, c in live])
 
@@ -206,94 +215,19 @@ def _address(numbers: array[int] | array[float]) -> int:
     return numbers.buffer_info()[0]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """What of the tensor lies here: the local part of a DTensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor's numbers lie without gap or overlap, in whatever order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-class _Batch:
-    """The tensors of one dtype, ready for C: all in the layout of their weights, as pointers.
-
-    Stream 0 holds the weights; the streams in `read_only` do not change.
-    """
-
-    def __init__(
-        self, streams: list[list[Tensor]], indices: Sequence[int], read_only: Sequence[int]
-    ) -> None:
-        weights = streams[0]
-        self.indices = indices
-        self.dtype = weights[0].dtype
-        self.changed = [stream for s, stream in enumerate(streams) if s not in read_only]
-        self.copies: list[tuple[Tensor, Tensor]] = []  # (original, its copy), to be copied back
-        plain = all(weight.is_contiguous() for weight in weights)
-        if self.dtype not in _DTYPES or not (plain or all(map(_is_dense, weights))):
-            raise ValueError(f"cannot update a weight: {next(filter(None, map(why_not, weights)))}")
-        self.sizes = array("q", [weight.numel() for weight in weights])
-        self.streams = [weights]  # held until the call is over: some are copies
-        sizes = self.sizes.tolist()
-        for s, stream in enumerate(streams[1:], 1):
-            if [tensor.numel() for tensor in stream] != sizes:
-                raise ValueError("weights, gradients and state differ in size")
-            alike = plain and all(tensor.is_contiguous() for tensor in stream)
-            if not alike or {tensor.dtype for tensor in stream} != {self.dtype}:
-                stream = self._in_layout(weights, stream, written=s not in read_only)
-            self.streams.append(stream)
-
-    def _in_layout(
-        self, weights: list[Tensor], stream: list[Tensor], *, written: bool
-    ) -> list[Tensor]:
-        """The stream in dtype and layout of the weights; copies of those that differ."""
-        result = list(stream)
-        for i, (weight, tensor) in enumerate(zip(weights, stream, strict=True)):
-            if tensor.dtype == self.dtype and tensor.stride() == weight.stride():
-                continue
-            with torch.no_grad():
-                result[i] = torch.empty_like(weight, requires_grad=False).copy_(tensor)
-            if written:
-                self.copies.append((tensor, result[i]))
-        return result
-
-    def run(self, function: Callable[..., int], *arguments: float) -> None:
-        data = array("Q", [tensor.data_ptr() for stream in self.streams for tensor in stream])
-        status = function(
-            *(_DTYPES[self.dtype], torch.get_num_threads(), len(self.sizes)),
-            *(_address(self.sizes), _address(data)),
-            *arguments,
-        )
-        if status:
-            raise KernelUnavailable(_FAILURES.get(status, f"status {status}"))
-        for original, copy in self.copies:
-            with torch.no_grad():
-                original.copy_(copy)
-        for stream in self.changed:
-            increment_version(stream)  # as any in-place operation does, for autograd to see
-
-
-def _batches(streams: Sequence[Tensors], *, read_only: Sequence[int]) -> Iterator[_Batch]:
-    """The streams, put together by the dtype of the weights."""
-    if not streams[0]:
-        return
-    local = [list(stream) for stream in streams]
-    if not all(type(weight) in _PLAIN for weight in local[0]):
-        local = [[_local(tensor) for tensor in stream] for stream in local]
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for i, weight in enumerate(local[0]):
-        by_dtype.setdefault(weight.dtype, []).append(i)
-    for indices in by_dtype.values():
-        alike = local if len(by_dtype) == 1 else [[s[i] for i in indices] for s in local]
-        yield _Batch(alike, indices, read_only)
+def _call(batch: Batch, function: Callable[..., int], *arguments: float) -> None:
+    if batch.dtype not in _DTYPES:
+        raise ValueError(f"cannot update a weight: of dtype {batch.dtype}")
+    sizes = array("q", batch.sizes)
+    data = array("Q", [tensor.data_ptr() for stream in batch.streams for tensor in stream])
+    status = function(
+        *(_DTYPES[batch.dtype], torch.get_num_threads(), len(sizes)),
+        *(_address(sizes), _address(data)),
+        *arguments,
+    )
+    if status:
+        raise KernelUnavailable(_FAILURES.get(status, f"status {status}"))
+    batch.finish()
 
 
 def _step_pointers(steps: Tensors) -> tuple[list[int], bool]:
