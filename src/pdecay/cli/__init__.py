@@ -15,13 +15,20 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import pdecay
-from pdecay.cli import bench, demo, doctor
+from pdecay.cli import bench, demo, doctor, report, sweep, train
 from pdecay.cli.common import Command, UsageError
 
-COMMANDS = (demo.COMMAND, bench.COMMAND, doctor.COMMAND)
+COMMANDS = (
+    demo.COMMAND,
+    train.COMMAND,
+    sweep.COMMAND,
+    report.COMMAND,
+    bench.COMMAND,
+    doctor.COMMAND,
+)
 
 # The packages that come with an extra of ours, by the name under which they are imported.
-_EXTRA_OF = {"matplotlib": "lab", "rich": "lab", "sklearn": "lab"}
+_EXTRA_OF = {"matplotlib": "lab", "optuna": "lab", "rich": "lab", "sklearn": "lab"}
 _DISTRIBUTION_OF = {"sklearn": "scikit-learn"}
 
 

@@ -15,6 +15,7 @@ from pdecay.lab.streams import derive
 from pdecay.lab.tasks import Task
 
 POINTS = 20  # how often the model is evaluated on the way, beside the start
+_PART = 5  # batches of the validation set, for the curve: more would cost as much as the training
 _METHOD = 102  # a place of randomness beside those of the tasks and streams
 
 
@@ -74,8 +75,8 @@ class Session:
         return value
 
     def add_point(self) -> dict[str, Any]:
-        """Evaluate the model and put a point on the curve."""
-        judged = {"accuracy": None, "loss": None} if self.diverged else self._judge()
+        """Evaluate the model on part of the validation set and put a point on the curve."""
+        judged = self._judge(_PART)
         point = {
             "step": self.step,
             "lr": self.run.optimizer.param_groups[0]["lr"],
@@ -88,16 +89,16 @@ class Session:
         return point
 
     def finish(self) -> dict[str, Any]:
-        """End the method, put the last point on the curve, and give the result."""
+        """End the method, put the last point on the curve; the result on the whole set."""
         if not self.diverged:
             self.run.finish()
-        point = self.add_point()
+        self.add_point()
+        judged = self._judge(None)
         report = pdecay.sparsity(self.model)
-        accuracy = point["accuracy"]
+        accuracy = judged["accuracy"]
         layers = [layer for layer in report.layers if layer.decayed]
         return {
-            "accuracy": accuracy,
-            "loss": point["loss"],
+            **judged,
             "sparsity": report.total,
             "tradeoff": None if accuracy is None else tradeoff(accuracy, report.total),
             "total_sparsity": report.total_all,
@@ -133,9 +134,10 @@ class Session:
         self.curve = state["curve"]
         self._loss_sum, self._loss_count = state["losses"]
 
-    def _judge(self) -> dict[str, float | None]:
-        judged = self.job.evaluate(self.model)
-        if not math.isfinite(judged["loss"]):  # the last step may have been the one too much
-            self.diverged = True
-            return {"accuracy": None, "loss": None}
-        return dict(judged)
+    def _judge(self, batches: int | None) -> dict[str, float | None]:
+        if not self.diverged:
+            judged = self.job.evaluate(self.model, batches)
+            if math.isfinite(judged["loss"]):
+                return dict(judged)
+            self.diverged = True  # the last step may have been the one too much
+        return {"accuracy": None, "loss": None}

@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -101,17 +101,22 @@ class Task:
             nn.utils.clip_grad_norm_(model.parameters(), self.clip)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, batches: int | None = None) -> dict[str, float]:
         """The accuracy in percent and the mean cross entropy on the validation set.
 
         Every module is in evaluation mode meanwhile, and in the mode it was in afterwards.
+
+        Args:
+            model: the model.
+            batches: how many of the validation set's batches to use, from the first on; None
+                for all.
         """
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
             right = total = 0
             loss = 0.0
-            for inputs, targets in self.stream.validation():
+            for inputs, targets in islice(self.stream.validation(), batches):
                 logits = model(inputs).flatten(0, -2)
                 wanted = targets.flatten()
                 right += int((logits.argmax(-1) == wanted).sum())

@@ -155,6 +155,10 @@ def train(
             checkpoint is damaged.
         StoppedError: `stop` said so.
     """
+    if threads is not None:
+        _check_whole("threads", threads, least=1)
+    if device is not None:
+        _check_device(device)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -371,6 +375,14 @@ def _check_whole(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value!r}")
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device {device!r} cannot be used here: {reason}") from None
 
 
 @contextmanager
