@@ -225,7 +225,7 @@ class TestBareKernel:
             w = torch.randn(size)
             old, bare = torch.randn(size), w.clone()
             (code.call if size > 1 else flat.shrink)([w, old], numbers, None, kind)
-            code.kernel([bare, old], numbers, size)
+            code.kernel.run([[bare], [old]], numbers, [size])
             assert torch.allclose(bare, w, rtol=1e-6 if size == 1 else 0, atol=0)
 
     def test_another_layout_takes_the_long_way(self):

@@ -213,8 +213,7 @@ def _run(
         calls.append((batch, code, numbers, None if skip is None else skip.to(device), kind))
     for batch, code, numbers, skip_here, kind in calls:
         if code.kernel is not None:
-            for *tensors, size in zip(*batch.streams, batch.sizes, strict=True):
-                code.kernel(tensors, numbers, size)
+            code.kernel.run(batch.streams, numbers, batch.sizes)
         else:
             for flats in _flattened(batch, scaled):
                 # a size of 1 would be compiled as a constant

@@ -58,7 +58,9 @@ class Batch:
         self.key = key
         self.dtype = weights[0].dtype
         self.device = weights[0].device
-        self._changed = [stream for s, stream in enumerate(streams) if s not in read_only]
+        self._changed = [
+            x for s, stream in enumerate(streams) if s not in read_only for x in stream
+        ]
         self._copies: list[tuple[Tensor, Tensor]] = []  # (original, its copy), to be copied back
         plain = all(map(Tensor.is_contiguous, weights))
         if not (plain or all(map(is_dense, weights))):
@@ -92,8 +94,7 @@ class Batch:
         for original, copy in self._copies:
             with torch.no_grad():
                 original.copy_(copy)
-        for stream in self._changed:
-            increment_version(stream)  # as any in-place operation does, for autograd to see
+        increment_version(self._changed)  # as any in-place operation does, for autograd to see
 
 
 def batches(

@@ -6,7 +6,7 @@
  * for each line, one fused multiply-add that takes its input from memory. Vectors are the compiler's
  * (vector_size), as wide as the target's registers.
  *
- * Included once for REAL = float and once for REAL = double (see sparse_layers.c): NAME(x) is x_f32 or x_f64.
+ * Included once for REAL = float and once for REAL = double (see sparse_conv.c): NAME(x) is x_f32 or x_f64.
  */
 
 typedef REAL NAME(vector) __attribute__((vector_size(VECTOR_BYTES)));
@@ -58,7 +58,7 @@ INLINE void NAME(walk)(const int lines, const int chains, const NAME(terms) *ter
     }
 }
 
-/* One function for each length of a strip. */
+/* A function for each length of a strip. */
 typedef void NAME(walker)(const NAME(terms) *, const REAL *, int64_t, int64_t, int64_t, REAL *, int64_t, int64_t);
 #define WALKER(lines, chains) \
     static void NAME(walk_##lines)(const NAME(terms) *terms, const REAL *in, int64_t line, int64_t first, \
@@ -72,17 +72,20 @@ static NAME(walker) *const NAME(walkers)[STRIP + 1] = {
     NULL, NAME(walk_1), NAME(walk_2), NAME(walk_3), NAME(walk_4), NAME(walk_5), NAME(walk_6), NAME(walk_7), NAME(walk_8),
 };
 
-/* A single input row: a dot product for each output, in lanes of its own. */
-static void NAME(dots)(const NAME(terms) *terms, const REAL *restrict x, int64_t first, int64_t end, REAL *restrict out)
+/* Outputs of one number each: dot products with x, where at[i] is an index into x. */
+SCALAR static void NAME(dots)(const NAME(terms) *terms, const REAL *restrict x, int64_t first, int64_t end,
+                              REAL *restrict out)
 {
+    const int32_t *restrict at = terms->at;
+    const REAL *restrict value = terms->value;
     for (int64_t o = first; o < end; o++) {
         int64_t i = terms->row[o];
         const int64_t last = terms->row[o + 1];
-        REAL sums[LANES] = { 0 }, sum = terms->start[o];
-        for (; i + LANES <= last; i += LANES)
-            for (int k = 0; k < LANES; k++) sums[k] += terms->value[i + k] * x[terms->at[i + k]];
-        for (; i < last; i++) sum += terms->value[i] * x[terms->at[i]];
-        for (int k = 0; k < LANES; k++) sum += sums[k];
-        out[o] = terms->relu && sum < 0 ? 0 : sum;
+        REAL sum[CHAINS] = { 0 };
+        for (; i + CHAINS <= last; i += CHAINS) { EACH(k, CHAINS) sum[k] += value[i + k] * x[at[i + k]]; }
+        for (; i < last; i++) sum[0] += value[i] * x[at[i]];
+        REAL total = terms->start[o];
+        EACH(k, CHAINS) total += sum[k];
+        out[o] = terms->relu && total < 0 ? 0 : total;
     }
 }
