@@ -1,0 +1,1 @@
+"""From sparse weights to a model that is smaller and faster."""
