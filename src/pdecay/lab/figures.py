@@ -1,8 +1,4 @@
-"""The demo's two figures. Colours are Okabe and Ito's, which colour-blind readers can tell apart.
-
-Figures are drawn without pyplot: no window, no state outside of the figure, the same bytes each
-time.
-"""
+"""The demo's two figures."""
 
 from __future__ import annotations
 
@@ -12,27 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.figure import Figure
 
+from pdecay.lab.drawing import (
+    BLUE,
+    FONTS,
+    GREEN,
+    GREY,
+    INK,
+    VERMILION,
+    from_decades,
+    save,
+    to_decades,
+)
 from pdecay.lab.runs import Summary
 
-BLUE, VERMILION, GREEN, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#555555", "#222222"
 _STYLES = (
     {"color": BLUE, "marker": "o"},
     {"color": VERMILION, "marker": "s"},
     {"color": GREEN, "marker": "D"},
 )
-_FONTS: Any = {  # Any: matplotlib's stubs want each key as a literal
-    "font.size": 11,
-    "axes.titlesize": 13,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-}
-_DPI = 150
 _TICKS = (0, 50, 80, 90, 95, 98, 99, 99.5, 99.8, 99.9)  # per cent of zeros
 
 
@@ -57,10 +52,10 @@ def accuracy_against_sparsity(
         path: the PNG to write.
         title, subtitle: what the figure says, and of what.
     """
-    with matplotlib.rc_context(_FONTS):
+    with matplotlib.rc_context(FONTS):
         figure = Figure(figsize=(7.6, 4.4), layout="constrained")
         axes = figure.add_subplot()
-        axes.set_xscale("function", functions=(_to_axis, _from_axis))
+        axes.set_xscale("function", functions=(to_decades, from_decades))
         axes.axhline(
             100 * dense.accuracy,
             color="black",
@@ -83,7 +78,7 @@ def accuracy_against_sparsity(
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.legend(loc="lower center")
-        _save(figure, path)
+        save(figure, path)
 
 
 def toy(curves: Mapping[str, Sequence[float]], path: Path, *, subtitle: str) -> None:
@@ -96,7 +91,7 @@ def toy(curves: Mapping[str, Sequence[float]], path: Path, *, subtitle: str) -> 
             {"color": VERMILION, "linewidth": 2, "linestyle": "--"},
         ),
     }
-    with matplotlib.rc_context(_FONTS):
+    with matplotlib.rc_context(FONTS):
         figure = Figure(figsize=(7.6, 3.6), layout="constrained")
         axes = figure.add_subplot()
         axes.axhline(0, color="black", linewidth=0.8)
@@ -109,7 +104,7 @@ def toy(curves: Mapping[str, Sequence[float]], path: Path, *, subtitle: str) -> 
         axes.set_title("The gradient oscillates, the decay goes to zero\n", pad=4)
         axes.text(0, 1.02, subtitle, transform=axes.transAxes, color=GREY, va="bottom", fontsize=10)
         axes.legend(loc="upper right")
-        _save(figure, path)
+        save(figure, path)
 
 
 def _curve(axes: Any, name: str, summaries: Sequence[Summary], style: Mapping[str, str]) -> None:
@@ -150,20 +145,6 @@ def _limits(axes: Any, summaries: Sequence[Summary]) -> None:
     axes.set_ylim(math.floor(low - 0.7), min(100, math.ceil(high + 0.3)))
     most = max(100 * summary.sparsity for summary in summaries)
     right = next((tick for tick in _TICKS[3:] if tick > most), 99.95)
-    axes.set_xlim(-4, _from_axis(_to_axis(right) + 0.04))
+    axes.set_xlim(-4, from_decades(to_decades(right) + 0.04))
     ticks = [tick for tick in _TICKS if tick <= right]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-
-
-def _to_axis(zeros: Any) -> Any:
-    """Per cent of zeros to the decades of weights that are gone."""
-    return -np.log10(np.maximum(1 - np.asarray(zeros) / 100, 1e-6))
-
-
-def _from_axis(decades: Any) -> Any:
-    return 100 * (1 - 10.0 ** -np.asarray(decades))
-
-
-def _save(figure: Figure, path: Path) -> None:
-    # No date and no version in the file, so that equal figures are equal bytes.
-    figure.savefig(path, dpi=_DPI, format="png", metadata={"Software": None})

@@ -1,0 +1,44 @@
+"""What all figures share: fonts, colours that colour-blind readers can tell apart, the zeros' axis.
+
+Figures are drawn without pyplot: no window, no state outside of the figure, the same bytes each
+time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+BLUE, VERMILION, GREEN, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#555555", "#222222"
+FONTS: Any = {  # Any: matplotlib's stubs want each key as a literal
+    "font.size": 11,
+    "axes.titlesize": 13,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+_DPI = 150
+
+
+def to_decades(zeros: Any) -> Any:
+    """Per cent of zeros to the decades of weights that are gone."""
+    return -np.log10(np.maximum(1 - np.asarray(zeros) / 100, 1e-6))
+
+
+def from_decades(decades: Any) -> Any:
+    """The other way round."""
+    return 100 * (1 - 10.0 ** -np.asarray(decades))
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG or SVG. No date and no version in it, so that equal figures are equal bytes."""
+    kind = path.suffix.removeprefix(".")
+    metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
+    with matplotlib.rc_context({"svg.hashsalt": "pdecay"}):
+        figure.savefig(path, dpi=_DPI, format=kind, metadata=metadata)
