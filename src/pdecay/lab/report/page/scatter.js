@@ -1,0 +1,137 @@
+// A cloud of points over the axis of zeros: accuracy against sparsity, and the trade-off.
+
+/** Axes, grid and labels. Returns the SVG and where the plot lies in it. */
+function frame(host, { height, left = 46, right = 12, top = 12, bottom = 44, name }) {
+  const width = Math.max(240, Math.round(host.clientWidth));
+  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": name });
+  host.replaceChildren(svg);
+  return { svg, width, height, x0: left, x1: width - right, y0: height - bottom, y1: top };
+}
+
+function drawAxes(box, xTicks, yTicks, xLabel, yLabel) {
+  const { svg, x0, x1, y0, y1, height } = box;
+  for (const { at, label } of yTicks) {
+    svg.append(
+      s("line", { class: "grid", x1: x0, x2: x1, y1: at, y2: at }),
+      s("text", { x: x0 - 7, y: at, "text-anchor": "end", "dominant-baseline": "central" }, label),
+    );
+  }
+  svg.append(s("line", { class: "axis", x1: x0, x2: x1, y1: y0, y2: y0 }));
+  for (const { at, label } of thinned(xTicks, textWidth)) {
+    svg.append(
+      s("line", { class: "axis", x1: at, x2: at, y1: y0, y2: y0 + 4 }),
+      s("text", { x: at, y: y0 + 18, "text-anchor": "middle" }, label),
+    );
+  }
+  svg.append(s("text", { class: "label", x: (x0 + x1) / 2, y: height - 6, "text-anchor": "middle" }, xLabel));
+  if (yLabel) {
+    const middle = (y0 + y1) / 2;
+    svg.append(s("text", {
+      class: "label", x: 12, y: middle, "text-anchor": "middle", transform: `rotate(-90 12 ${middle})`,
+    }, yLabel));
+  }
+}
+
+/** Where a label beside a horizontal line hides the fewest marks: left or right, above or below. */
+function quietPlace({ x0, x1, y0, y1 }, marks, at, text) {
+  const width = textWidth(text) + 12;
+  const places = [[x1 - width, -17], [x1 - width, 4], [x0 + 4, -17], [x0 + 4, 4]]
+    .filter(([, up]) => at + up > y1 - 10 && at + up + 14 < y0)
+    .map(([left, up]) => ({
+      x: left + 4, y: at + up + 11,
+      hidden: marks.filter(({ x, y }) => x > left - 6 && x < left + width + 6 && y > at + up - 6 && y < at + up + 20).length,
+    }));
+  const { x, y } = places.reduce((best, place) => (place.hidden < best.hidden ? place : best));
+  return { x, y };
+}
+
+const SIZE = 5.2; // pixels from a marker's middle to its rim
+
+/**
+ * Draw points over the axis of zeros; gives how many lie within the plot, or null if there are none.
+ *
+ * measure: what is on the vertical axis. dense: the best AdamW, or null. staircase: whether to draw
+ * the front. ringed: whether to ring the best trade-off. bars: whether to draw deviations.
+ */
+function scatter(host, points, { measure, label, dense, staircase, ringed, bars, name }) {
+  if (!points.length) {
+    host.replaceChildren(h("p", { class: "empty" }, "No run is shown: turn a method or a p on."));
+    return null;
+  }
+  const narrow = host.clientWidth < 480;
+  const box = frame(host, { height: narrow ? 320 : 420, left: 58, name });
+  const { svg, x0, x1, y0, y1 } = box;
+  const axis = view.axis;
+
+  const xEnd = Math.max(onAxis(axis, 0.9), ...points.map((point) => onAxis(axis, point.sparsity)));
+  const x = linear([-0.025 * xEnd, 1.03 * xEnd], [x0, x1]);
+  const heights = points.flatMap((point) => {
+    const spread = bars && point.spread ? point.spread : 0;
+    return [point[measure] - spread, point[measure] + spread];
+  });
+  if (dense) heights.push(dense[measure]);
+  let domain = padded(heights, 1);
+  if (view.zoom) domain = [Math.max(domain[0], domain[1] - ZOOM * Math.max(...heights)), domain[1]];
+  const y = linear(domain, [y0, y1]);
+
+  drawAxes(
+    box,
+    ZERO_TICKS[axis].map((t) => ({ at: x(onAxis(axis, t / 100)), label: String(t) }))
+      .filter(({ at }) => at <= x1 + 1),
+    niceTicks(...domain, narrow ? 5 : 8).map((t) => ({ at: y(t), label: significant(t) })),
+    axis === "log" && !narrow ? "weights that are zero, %  (logarithmic in the weights that are left)"
+      : "weights that are zero, %",
+    label,
+  );
+
+  const clip = `${host.id}-clip`;
+  svg.append(s("clipPath", { id: clip }, s("rect", { x: x0, y: y1 - 8, width: x1 - x0, height: y0 - y1 + 8 })));
+  const layer = s("g", { "clip-path": `url(#${clip})` });
+  svg.append(layer);
+  if (dense) layer.append(s("line", { class: "reference", x1: x0, x2: x1, y1: y(dense[measure]), y2: y(dense[measure]) }));
+  const best = front(points);
+  if (staircase && best.length) {
+    // At each sparsity, the best accuracy of all that are at least so sparse.
+    let path = `M${x0} ${y(best[0].accuracy)}`;
+    for (const point of best) path += `V${y(point.accuracy)}H${x(onAxis(axis, point.sparsity))}`;
+    layer.append(s("path", { class: "front-line", d: path }));
+  }
+
+  const onFront = new Set(best);
+  // Those on the front last, so that they lie on top.
+  const ordered = [...points].sort((a, b) => onFront.has(a) - onFront.has(b));
+  const marks = ordered.map((point) => {
+    const [px, py] = [x(onAxis(axis, point.sparsity)), y(point[measure])];
+    const tint = { "--c": colour(pointColour(point)) };
+    if (bars && point.spread) {
+      layer.append(s("line", {
+        class: "spread", style: tint, x1: px, x2: px,
+        y1: y(point[measure] - point.spread), y2: y(point[measure] + point.spread),
+      }));
+    }
+    const classes = ["mark", onFront.has(point) && "front", !point.reliable && "unreliable"];
+    const node = s("path", {
+      class: classes.filter(Boolean).join(" "), d: view.study.methods[point.method].marker,
+      transform: `translate(${px.toFixed(2)} ${py.toFixed(2)}) scale(${SIZE})`, style: tint,
+      "data-point": point.index,
+    });
+    layer.append(node);
+    return { x: px, y: py, node, point, tip: () => tipOf(point), choose: () => choosePoint(point) };
+  });
+
+  const ring = (at, kind, radius) => s("circle", { class: kind, cx: at.x, cy: at.y, r: radius });
+  const top = ringed && balanced(points);
+  if (top) layer.append(ring(marks.find((mark) => mark.point === top), "ring", 11));
+  if (dense && y(dense[measure]) < y0) {
+    const text = `best AdamW ${dense[measure].toFixed(2)}`;
+    svg.insertBefore(s("text", { class: "reference-label", ...quietPlace(box, marks, y(dense[measure]), text) }, text), layer);
+  }
+  const visible = marks.filter((mark) => mark.y <= y0 + 1);
+  interactive(svg, visible);
+  highlights.push((run) => {
+    for (const old of layer.querySelectorAll(".chosen")) old.remove();
+    const mark = visible.find(({ point }) => point.runs.includes(run));
+    if (mark) layer.append(ring(mark, "chosen", 9));
+  });
+  return visible.length;
+}

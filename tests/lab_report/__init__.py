@@ -1,0 +1,1 @@
+"""The report: from records to figures, tables and a page that works in a browser."""

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pdecay.lab import report
+from pdecay.lab.report import folder, page
+from pdecay.lab.report.study import studies
+
+from .synthetic import MLP, record
+
+FIGURES = {f"{name}.{kind}" for name in ("accuracy", "tradeoff", "layers", "curves")
+           for kind in ("png", "svg")}  # fmt: skip
+TABLES = {"above_sparsity.csv", "front.csv", "layers.csv", "runs.csv", "settings.csv"}
+
+
+@pytest.fixture
+def tiny():
+    """A report of one run, which is quickly drawn."""
+    return studies([record(task="digits", layers=MLP, p=0.8, lam=0.01)])
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Draw no figures, where a test is about files."""
+    monkeypatch.setattr(folder, "_figures", lambda style: iter(()))
+
+
+def tree(out):
+    return {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+
+
+def test_a_report_of_one_run_is_whole(tiny, tmp_path):
+    out = tmp_path / "a" / "b"
+    written = report.write(tiny, out)
+    assert written[0] == out / "index.html"
+    key = "digits-cpu-1500"
+    assert tree(out) == {
+        "index.html",
+        "files.json",
+        *(f"figures/{key}/{name}" for name in FIGURES),
+        *(f"tables/{key}/{name}" for name in TABLES),
+    }
+    assert {path.relative_to(out).as_posix() for path in written} == tree(out) - {"files.json"}
+    assert (out / f"figures/{key}/accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / f"figures/{key}/accuracy.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.usefixtures("drawn")
+def test_a_failure_leaves_the_old_report_as_it_was(tiny, tmp_path, monkeypatch):
+    report.write(tiny, tmp_path)
+    before = {name: (tmp_path / name).read_bytes() for name in tree(tmp_path)}
+
+    def fail(data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(page, "page", fail)
+    with pytest.raises(OSError, match="No space"):
+        report.write(studies([record(task="fashion")]), tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in tree(tmp_path)} == before
+
+
+@pytest.mark.usefixtures("drawn")
+def test_what_an_older_report_left_is_cleared_and_nothing_else(tiny, tmp_path):
+    report.write(tiny, tmp_path)
+    for mine in ("notes.md", "figures/mine.png", "tables/digits-cpu-1500/mine.csv"):
+        (tmp_path / mine).parent.mkdir(exist_ok=True)
+        (tmp_path / mine).write_text("my own")
+    report.write(studies([record(task="fashion")]), tmp_path)
+    assert tree(tmp_path) == {
+        "index.html",
+        "files.json",
+        "notes.md",
+        "figures/mine.png",
+        "tables/digits-cpu-1500/mine.csv",
+        *(f"tables/fashion-cpu-1500/{name}" for name in TABLES),
+    }
+
+
+@pytest.mark.usefixtures("drawn")
+@pytest.mark.parametrize(
+    "listed",
+    ["not json", '{"a": 1}', "[1]", json.dumps(["../precious.txt", "/etc/hosts", "notes.md",
+     "figures/../precious.txt", "figures/../../precious.txt", "tables/x/../../y/precious.txt"])],
+)  # fmt: skip
+def test_a_list_that_was_altered_deletes_nothing(tiny, tmp_path, listed):
+    out = tmp_path / "out"
+    out.mkdir()
+    precious = [tmp_path / "precious.txt", out / "precious.txt", out / "notes.md"]
+    for path in precious:
+        path.write_text("keep")
+    (out / "files.json").write_text(listed)
+    report.write(tiny, out)
+    assert all(path.read_text() == "keep" for path in precious)
+
+
+@pytest.mark.usefixtures("drawn")
+def test_several_tasks_have_their_own_folders(several, tmp_path):
+    report.write(studies(several), tmp_path)
+    assert {path.name for path in (tmp_path / "tables").iterdir()} == {
+        "digits-quick-600",
+        "shakespeare-cpu-1500",
+    }
+
+
+def test_where_every_run_diverged_there_is_a_page_and_no_figure(tmp_path):
+    report.write(studies([record(diverged=True)]), tmp_path)
+    assert not list(tmp_path.glob("figures/*/*"))
+    assert (tmp_path / "index.html").is_file()
+
+
+def test_contours_are_drawn_where_there_are_any(tmp_path, several, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(folder.drawing, "save", lambda figure, path: drawn.append(path.name))
+    report.write(studies(several)[1:], tmp_path)
+    assert "contours.png" in drawn
+    drawn.clear()
+    report.write(studies(several)[:1], tmp_path)
+    assert drawn
+    assert "contours.png" not in drawn

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+
+from pdecay.lab.report import best, tables
+from pdecay.lab.report.study import studies
+from pdecay.lab.report.style import Style
+
+from .synthetic import record
+
+
+def read(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+@pytest.fixture(scope="module")
+def files(swept):
+    return {name: read(text) for name, text in tables.files(Style(swept)).items()}
+
+
+def test_accuracy_above_a_given_sparsity(swept, files):
+    rows = files["above_sparsity.csv"]
+    assert [(row["method"], row["p"]) for row in rows] == [
+        ("adamw", ""),
+        ("padam", ""),
+        *(("padam", p) for p in ("0.5", "0.8", "1", "1.2", "1.5")),
+        *((method, "") for method in ("elastic", "target", "gmp", "mp", "oto")),
+    ]
+    padam = [point for point in swept.means if point.method == "padam"]
+    for level in best.LEVELS:
+        name = f"{100 * level:g}"
+        expected = max(p.accuracy for p in padam if p.sparsity >= level - best.ROUNDING)
+        assert float(rows[1][f"accuracy_{name}"]) == expected
+        # The best over all p is the best of the rows of each p.
+        of_each = [row[f"accuracy_{name}"] for row in rows[2:7] if row[f"accuracy_{name}"]]
+        assert max(map(float, of_each)) == expected
+    assert rows[0]["accuracy_0"]
+    assert rows[0]["accuracy_70"] == rows[0]["deviation_70"] == rows[0]["setting_70"] == ""
+    winner = best.above(padam, 0.9)
+    assert rows[1]["setting_90"] == swept.name(winner)
+    assert float(rows[1]["deviation_90"]) == winner.spread
+
+
+def test_all_runs_and_settings_are_listed(swept, files):
+    assert len(files["runs.csv"]) == len(swept.runs) + len(swept.failed) == 423
+    assert [row["status"] for row in files["runs.csv"]].count("diverged") == 6
+    assert len(files["settings.csv"]) == len(swept.means)
+    assert {row["seeds"] for row in files["settings.csv"]} == {"3"}
+    run = swept.runs[-1]
+    (row,) = [row for row in files["runs.csv"] if row["id"] == run["id"]]
+    assert float(row["accuracy"]) == run["result"]["accuracy"]
+    assert float(row["target"]) == run["settings"]["options"]["target"]
+    assert row["lam"] == ""
+
+
+def test_the_front_is_listed_from_dense_to_sparse(swept, files):
+    rows = files["front.csv"]
+    assert len(rows) == len(best.front(swept.means))
+    sparsities = [float(row["sparsity"]) for row in rows]
+    assert sparsities == sorted(sparsities)
+
+
+def test_layers_of_each_run(swept, files):
+    run = swept.runs[7]
+    rows = [row for row in files["layers.csv"] if row["id"] == run["id"]]
+    layers = run["result"]["layers"]
+    assert [(row["layer"], int(row["size"]), int(row["zeros"])) for row in rows] == [
+        (layer["name"], layer["size"], layer["zeros"]) for layer in layers
+    ]
+    assert rows[0]["shape"] == "65 x 128"
+
+
+def test_a_single_run_has_no_deviation():
+    (study,) = studies([record(p=0.8, lam=0.01)])
+    (row,) = read(tables.files(Style(study))["settings.csv"])
+    assert row["deviation"] == ""
+
+
+def test_strange_names_keep_to_their_cell():
+    (study,) = studies([record('mine:"M",\n=1+1', p=0.8, lam=0.01, note="a,b")])
+    (row,) = read(tables.files(Style(study))["settings.csv"])
+    assert row["method"] == 'mine:"M",\n=1+1'
+    assert row["note"] == "a,b"
