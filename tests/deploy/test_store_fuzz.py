@@ -13,6 +13,7 @@ import time
 import tracemalloc
 import zlib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import safetensors
@@ -55,11 +56,11 @@ def originals():
         "empty": torch.zeros(0, 3),
         "half": sparse((30, 20), 0.1, torch.bfloat16),
         "complex": torch.complex(sparse((5, 6), 0.5), sparse((5, 6), 0.5)),
-        "few": sparse(3000, 0.01, torch.float64),
+        "few": sparse(1000, 0.01, torch.float64),
         "small": sparse((16, 32), 0.3, torch.float8_e4m3fn),
         "ümlaut/名": torch.arange(-4, 9, dtype=torch.int16),
     }
-    yield {f"layer.{i}.weight": sparse((6, 5), 0.3) for i in range(12)}
+    yield {f"layer.{i}.weight": sparse((6, 5), 0.3) for i in range(5)}
 
 
 class Mutator:
@@ -227,7 +228,7 @@ class Mutator:
         ] + (b"".join(parts.values()))
 
 
-def outcome(path):
+def outcome(path, way):
     """What a file loads to, after checks of the memory and the time that it took."""
     size = path.stat().st_size
     before, _ = tracemalloc.get_traced_memory()
@@ -242,7 +243,7 @@ def outcome(path):
     _, peak = tracemalloc.get_traced_memory()
     tensors = {id(tensor): tensor for tensor in state.values()}
     memory = peak - before + sum(tensor.nbytes for tensor in tensors.values())
-    assert memory <= 50 * size + SLACK, f"{memory} for {size} bytes"
+    assert memory <= 50 * size + SLACK, f"{way}: {memory} for {size} bytes"
     assert seconds < SECONDS
     for tensor in tensors.values():
         raw = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.zeros(1)
@@ -265,23 +266,17 @@ def test_mutated_files(tmp_path):
             path = tmp_path / f"{number}{dense}.safetensors"
             save(state, path, metadata={"note": "x"}, dense=dense)
             mutators += [Mutator(path.read_bytes(), rng)] * (1 if dense else 3)
-    path = tmp_path / "mutated.safetensors"
     counts = Counter()
     tracemalloc.start()
-    try:
+    # One file, written over: some file systems flush one that is opened anew.
+    with open(tmp_path / "mutated.safetensors", "wb", buffering=0) as file:
         for _ in range(FILES):
             way, data = rng.choice(mutators).mutate()
-            path.write_bytes(data)
-            try:
-                counts[way, outcome(path)] += 1
-            except BaseException:
-                keep = os.environ.get("PDECAY_FUZZ_KEEP")
-                if keep:
-                    os.replace(path, keep)
-                print("the way was", way)
-                raise
-    finally:
-        tracemalloc.stop()
+            file.seek(0)
+            file.truncate()
+            file.write(data)
+            counts[way, outcome(Path(file.name), way)] += 1
+    tracemalloc.stop()
     print(dict(sorted(counts.items())))
     # That the mutations go deep enough to matter: some of every way load, most are refused.
     ways = {way for way, _ in counts}

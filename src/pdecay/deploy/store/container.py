@@ -88,13 +88,12 @@ class Container:
     """An open safetensors file, whose header has been read and found to be consistent."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe is to wait for a writer
+            raise FileFormatError("it is not a regular file")
         # Unbuffered: what is read goes straight to the arrays that it is for.
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115
         try:
-            status = os.fstat(self._file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise FileFormatError("it is not a regular file")
-            self.size = status.st_size
+            self.size = os.fstat(self._file.fileno()).st_size
             self.entries, self.metadata = self._read_header()
         except BaseException:
             self.close()
@@ -181,7 +180,7 @@ def count_elements(name: str, shape: Iterable[int]) -> int:
 def parse_json(text: str) -> Any:
     """A piece of JSON that is known to be flat; equal keys, ``NaN`` and half characters are not."""
     try:
-        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse)
+        value = _DECODER.decode(text)
         for part in (*value, *value.values()) if isinstance(value, dict) else (value,):
             if isinstance(part, str):
                 part.encode()  # fails on half of a surrogate pair, which JSON can write
@@ -201,6 +200,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(constant: str) -> None:
     raise FileFormatError(f"its header has {constant}, which is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates, parse_constant=_refuse)
 
 
 def _parse(header: str, start: int) -> tuple[dict[str, Entry], dict[str, str]]:

@@ -95,8 +95,9 @@ BY_TORCH = {dtype.torch: dtype for dtype in _dtypes()}
 
 def to_array(tensor: Tensor) -> NDArray[Any]:
     """A tensor's elements in row-major order, as bits; its own memory where that is contiguous."""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
-    if not flat.numel():
+    if not tensor.numel():
         return np.empty(0, BY_TORCH[tensor.dtype].carrier)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = flat.as_strided((flat.numel(),), (1,))  # reshape(-1) keeps the steps of one element
     array: NDArray[Any] = flat.view(torch.uint8).numpy().view(BY_TORCH[tensor.dtype].carrier)
     return array

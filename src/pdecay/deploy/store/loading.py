@@ -10,6 +10,7 @@ from typing import TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pdecay.deploy.store.container import FileFormatError, check_byte_order
 from pdecay.deploy.store.reading import TensorFile
@@ -120,6 +121,8 @@ def _targets(
 
 
 def _misfit(target: Tensor, row: Row) -> str | None:
+    if is_lazy(target):
+        return "is not initialised in the model: run the model once"
     if tuple(target.shape) != row.shape:
         return f"has shape {list(row.shape)} in the file and {list(target.shape)} in the model"
     if target.dtype != row.dtype.torch and not torch.can_cast(row.dtype.torch, target.dtype):
@@ -142,7 +145,7 @@ def _listed(items: list[str], separator: str = ", ") -> str:
 
 def _memory(tensor: object) -> object:
     """What two tensors have in common that are one."""
-    if not isinstance(tensor, Tensor) or not tensor.numel():
+    if not isinstance(tensor, Tensor) or is_lazy(tensor) or not tensor.numel():
         return object()
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
