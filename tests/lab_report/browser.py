@@ -143,6 +143,15 @@ class Browser:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
+    def count(self, selector: str) -> int:
+        """How many elements there are."""
+        return int(self.run(f"document.querySelectorAll({json.dumps(selector)}).length"))
+
+    def texts(self, selector: str) -> list[str]:
+        """What elements say."""
+        found = f"[...document.querySelectorAll({json.dumps(selector)})]"
+        return list(self.run(f"{found}.map(node => node.innerText ?? node.textContent)"))
+
     def middle(self, selector: str, place: int = 0) -> tuple[float, float]:
         """The middle of an element in the window, after it was scrolled into view."""
         x, y = self.run(

@@ -88,3 +88,20 @@ def test_nothing_is_best_of_nothing():
     assert best.front([]) == []
     assert best.above([], 0.0) is None
     assert best.balanced([]) is None
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "low"),
+    [
+        ([], []),
+        ([48.0], []),
+        ([48.0, 10.0], []),  # which of two is the exception?
+        ([48.0, 47.5, 10.0], [10.0]),
+        ([48.0, 47.0, 46.0, 42.0], []),
+        ([98.4, 98.3, 98.2, 98.1, 97.0, 96.0, 10.2, 10.2], [10.2, 10.2]),
+        ([98.0, 98.0, 98.0, 97.1, 96.9], [96.9]),  # a point is always room
+    ],
+)
+def test_what_has_collapsed_is_far_below_the_median(accuracies, low):
+    found = best.collapsed([point(accuracy, 0.5) for accuracy in accuracies])
+    assert [p.accuracy for p in found] == low

@@ -119,6 +119,16 @@ def test_strange_names_and_single_runs_draw(tmp_path):
         assert "\x01" not in (tmp_path / "figure.svg").read_text()
 
 
+def test_what_collapsed_is_drawn_hollow_at_the_edge():
+    values = [(98.4, 0.1), (98.0, 0.9), (97.9, 0.95), (98.1, 0.5), (10.0, 1.0)]
+    (study,) = studies([record(p=0.8, lam=a / s, accuracy=a, sparsity=s) for a, s in values])
+    (axes,) = figures.accuracy(Style(study)).axes
+    assert axes.get_ylim()[0] > 97
+    assert axes.get_xlim()[1] < 97
+    assert len(offsets(axes)) == 5
+    assert offsets(axes)[-1] == pytest.approx([axes.get_xlim()[1], axes.get_ylim()[0]])
+
+
 def test_ticks_of_very_sparse_runs_do_not_touch():
     (study,) = studies([record(p=0.8, lam=0.01, sparsity=1.0), record("adamw")])
     (axes,) = figures.accuracy(Style(study)).axes

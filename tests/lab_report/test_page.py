@@ -101,7 +101,7 @@ def _strings(value):
 
 
 def test_the_script_writes_text_and_never_html():
-    folder = files("pdecay.lab.report") / "page"
+    folder = files("pdecay.lab.report") / "assets"
     scripts = [file for file in folder.iterdir() if file.name.endswith(".js")]
     assert {file.name.removesuffix(".js") for file in scripts} == set(page._SCRIPTS)
     for file in scripts:

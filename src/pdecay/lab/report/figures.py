@@ -61,7 +61,9 @@ def accuracy(style: Style) -> Figure:
             zorder=2,
         )
     axes.set_ylabel("validation accuracy, %")
-    _title(axes, "Accuracy against sparsity", style)
+    beyond = len(best.collapsed(style.study.means))
+    about = f"{_about(style)}; {beyond} that collapsed at the edge" if beyond else _about(style)
+    _title(axes, "Accuracy against sparsity", style, about=about)
     return figure
 
 
@@ -161,10 +163,12 @@ def curves(style: Style, record: Record, reference: Record | None, name: str) ->
 
 def _scatter(style: Style, height: Callable[[Point], float], *, bars: bool) -> tuple[Figure, Axes]:
     points = style.study.means
+    outside = best.collapsed(points)
+    inside = [point for point in points if point not in outside]
     figure = Figure(figsize=(8.8, 5.0), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xscale("function", functions=(to_decades, from_decades))
-    most = max([*(_zeros(point) for point in points), 90.0])
+    most = max([*(_zeros(point) for point in inside), 90.0])
     axes.set_xlim(from_decades(-0.05), from_decades(to_decades(most) + 0.06))
     ticks = _ticks(most)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -172,11 +176,18 @@ def _scatter(style: Style, height: Callable[[Point], float], *, bars: bool) -> t
     axes.grid(axis="y", color=_LINES, linewidth=0.8)
     axes.set_axisbelow(True)
     front = best.front(points)
-    for point in points:
-        _mark(axes, style, point, height(point), bars=bars, strong=point in front)
+    for point in inside:
+        if bars and point.spread:
+            _bar(axes, style, point)
+        place = (_zeros(point), height(point))
+        _mark(axes, style, point, place, hollow=not point.reliable, strong=point in front)
     dense = best.adamw(points)
     if dense:
         axes.axhline(height(dense), color=INK, linestyle="--", linewidth=1.4, zorder=1)
+    axes.set_ylim(axes.get_ylim())  # and no further for what comes now
+    for point in outside:
+        edge = (min(_zeros(point), axes.get_xlim()[1]), axes.get_ylim()[0])
+        _mark(axes, style, point, edge, hollow=True, strong=True)
     figure.legend(
         handles=[*_legend(style, dense, staircase=bars)],
         loc="outside right upper",
@@ -190,25 +201,43 @@ def _ticks(most: float) -> list[float]:
     """Those of `_TICKS` up to `most` whose labels do not touch."""
     kept = [0.0]
     for tick in _TICKS[1:]:
-        if tick <= most and to_decades(tick) - to_decades(kept[-1]) > 0.065 * to_decades(most):
+        if tick <= most and to_decades(tick) - to_decades(kept[-1]) > 0.085 * to_decades(most):
             kept.append(tick)
     return kept
 
 
-def _mark(axes: Axes, style: Style, point: Point, y: float, *, bars: bool, strong: bool) -> None:
-    colour, marker = style.colour(point)[0], style.markers[point.method]
-    if bars and point.spread:
-        axes.errorbar(_zeros(point), y, yerr=point.spread, color=colour, linewidth=0.9, zorder=3)
-    axes.scatter(
+def _bar(axes: Axes, style: Style, point: Point) -> None:
+    """One standard deviation up and down."""
+    axes.errorbar(
         _zeros(point),
-        y,
+        point.accuracy,
+        yerr=point.spread,
+        color=style.colour(point)[0],
+        linewidth=0.9,
+        zorder=3,
+    )
+
+
+def _mark(
+    axes: Axes,
+    style: Style,
+    point: Point,
+    place: tuple[float, float],
+    *,
+    hollow: bool,
+    strong: bool,
+) -> None:
+    colour, marker = style.colour(point)[0], style.markers[point.method]
+    axes.scatter(
+        *place,
         s=_SIZE * size(marker) ** 2,
         marker=marker,
-        color=colour if point.reliable else "none",
-        edgecolors="white" if point.reliable else colour,
-        linewidths=0.6,
+        color="white" if hollow else colour,
+        edgecolors=colour if hollow else "white",
+        linewidths=1.2 if hollow else 0.6,
         alpha=1.0 if strong else 0.55,
-        zorder=4 if strong else 3,
+        zorder=4 if strong else 3.5 if point.method == "adamw" else 3,
+        clip_on=False,
     )
 
 

@@ -1,6 +1,6 @@
 """The page: one HTML file that needs nothing else.
 
-The files of ``page/`` are put together with the data. Whatever a record holds cannot leave its
+The files of ``assets/`` are put together with the data. Whatever a record holds cannot leave its
 place: the data are JSON in which ``<``, ``>`` and ``&`` are escaped, the script writes text and
 never HTML, and the page's own security policy lets no other script run and nothing be loaded.
 """
@@ -36,7 +36,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def _part(name: str) -> str:
-    return (files("pdecay.lab.report") / "page" / name).read_text(encoding="utf-8")
+    return (files("pdecay.lab.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:

@@ -21,6 +21,7 @@ def payload(styles: Sequence[Style]) -> dict[str, Any]:
     return {
         "levels": best.LEVELS,
         "rounding": best.ROUNDING,
+        "reach": best.REACH,
         "dot": marker_path("o"),
         "studies": [_study(style) for style in styles],
     }

@@ -1,13 +1,12 @@
 // What is shown, and who draws it. Python has put all numbers into DATA; this file only filters.
 
 const DATA = JSON.parse($("data").textContent);
-const ZOOM = 0.12; // of the best value: the height of the zoomed axis
 
 const view = {
   study: null,
   mode: "means", // one point for each setting, or "runs"
   axis: "log",
-  zoom: false,
+  crop: true, // leave room for what has not collapsed
   hidden: { methods: new Set(), norms: new Set() },
   order: { by: 1, down: true },
   run: null,
@@ -52,7 +51,7 @@ function draw() {
   const place = study.adamw[view.mode];
   const dense = place === null ? null : study.points[view.mode][place];
   const bars = view.mode === "means";
-  const inside = scatter($("accuracy"), points, {
+  const beyond = scatter($("accuracy"), points, {
     measure: "accuracy", label: "validation accuracy, %", dense, staircase: true, bars,
     name: "Accuracy against sparsity",
   });
@@ -61,10 +60,9 @@ function draw() {
   });
   const what = bars && study.hasSeeds
     ? "Each point is a setting, the mean over its seeds with one standard deviation. " : "Each point is a run. ";
-  const below = inside === null ? 0 : points.length - inside;
   $("accuracy-note").replaceChildren(
     `${what}The steps are the Pareto front of what is shown; points on it are bold. ` +
-    (below ? `${below} ${below === 1 ? "lies" : "lie"} below the plot.` : ""));
+    (beyond ? `${beyond} that collapsed ${beyond === 1 ? "lies" : "lie"} beyond the plot, at its edge.` : ""));
   drawAbove($("above"), shownPoints("means"));
   drawContours($("contours"), study.contours);
   drawSettings($("settings"), shownPoints("means"));
@@ -102,7 +100,7 @@ function drawFilters() {
   fill($("views"), [
     study.hasSeeds && chip("means over seeds", view.mode === "means", (on) => { view.mode = on ? "means" : "runs"; }),
     chip("logarithmic axis", view.axis === "log", (on) => { view.axis = on ? "log" : "linear"; }),
-    chip("zoom to the best", view.zoom, (on) => { view.zoom = on; }),
+    chip("crop what collapsed", view.crop, (on) => { view.crop = on; }),
   ].filter(Boolean));
 }
 

@@ -32,3 +32,12 @@ const above = (points, level) =>
 
 /** The point with the best trade-off, or null. */
 const balanced = (points) => greatest(points, "tradeoff", "sparsity");
+
+/** The points that are so bad that a plot which shows them would show nothing else. */
+function collapsed(points) {
+  const accuracies = points.map((point) => point.accuracy).sort((a, b) => a - b);
+  const highest = accuracies.at(-1);
+  const median = accuracies[Math.floor((accuracies.length - 1) / 2)];
+  const floor = highest - Math.max(DATA.reach * (highest - median), 1);
+  return points.filter((point) => point.accuracy < floor);
+}

@@ -34,7 +34,7 @@ function drawAxes(box, xTicks, yTicks, xLabel, yLabel) {
 
 /** Where a label beside a horizontal line hides the fewest marks: left or right, above or below. */
 function quietPlace({ x0, x1, y0, y1 }, marks, at, text) {
-  const width = textWidth(text) + 12;
+  const width = 7.6 * text.length + 8; // it is bold
   const places = [[x1 - width, -17], [x1 - width, 4], [x0 + 4, -17], [x0 + 4, 4]]
     .filter(([, up]) => at + up > y1 - 10 && at + up + 14 < y0)
     .map(([left, up]) => ({
@@ -48,7 +48,7 @@ function quietPlace({ x0, x1, y0, y1 }, marks, at, text) {
 const SIZE = 5.2; // pixels from a marker's middle to its rim
 
 /**
- * Draw points over the axis of zeros; gives how many lie within the plot, or null if there are none.
+ * Draw points over the axis of zeros; gives how many lie beyond the plot, at its edge.
  *
  * measure: what is on the vertical axis. dense: the best AdamW, or null. staircase: whether to draw
  * the front. ringed: whether to ring the best trade-off. bars: whether to draw deviations.
@@ -56,27 +56,31 @@ const SIZE = 5.2; // pixels from a marker's middle to its rim
 function scatter(host, points, { measure, label, dense, staircase, ringed, bars, name }) {
   if (!points.length) {
     host.replaceChildren(h("p", { class: "empty" }, "No run is shown: turn a method or a p on."));
-    return null;
+    return 0;
   }
   const narrow = host.clientWidth < 480;
   const box = frame(host, { height: narrow ? 320 : 420, left: 58, name });
   const { svg, x0, x1, y0, y1 } = box;
   const axis = view.axis;
 
-  const xEnd = Math.max(onAxis(axis, 0.9), ...points.map((point) => onAxis(axis, point.sparsity)));
-  const x = linear([-0.025 * xEnd, 1.03 * xEnd], [x0, x1]);
-  const heights = points.flatMap((point) => {
+  const outside = new Set(view.crop ? collapsed(points) : []);
+  const inside = points.filter((point) => !outside.has(point));
+  const xEnd = Math.max(onAxis(axis, 0.9), ...inside.map((point) => onAxis(axis, point.sparsity)));
+  const heights = inside.flatMap((point) => {
     const spread = bars && point.spread ? point.spread : 0;
     return [point[measure] - spread, point[measure] + spread];
   });
   if (dense) heights.push(dense[measure]);
-  let domain = padded(heights, 1);
-  if (view.zoom) domain = [Math.max(domain[0], domain[1] - ZOOM * Math.max(...heights)), domain[1]];
+  const domain = padded(heights, 1);
+  const xScale = linear([-0.025 * xEnd, 1.03 * xEnd], [x0, x1]);
   const y = linear(domain, [y0, y1]);
+  // What lies beyond the plot is drawn at its edge.
+  const x = (value) => Math.min(xScale(value), x1 - SIZE);
+  const place = (point) => [x(onAxis(axis, point.sparsity)), Math.min(y(point[measure]), y0 - SIZE)];
 
   drawAxes(
     box,
-    ZERO_TICKS[axis].map((t) => ({ at: x(onAxis(axis, t / 100)), label: String(t) }))
+    ZERO_TICKS[axis].map((t) => ({ at: xScale(onAxis(axis, t / 100)), label: String(t) }))
       .filter(({ at }) => at <= x1 + 1),
     niceTicks(...domain, narrow ? 5 : 8).map((t) => ({ at: y(t), label: significant(t) })),
     axis === "log" && !narrow ? "weights that are zero, %  (logarithmic in the weights that are left)"
@@ -98,18 +102,20 @@ function scatter(host, points, { measure, label, dense, staircase, ringed, bars,
   }
 
   const onFront = new Set(best);
-  // Those on the front last, so that they lie on top.
-  const ordered = [...points].sort((a, b) => onFront.has(a) - onFront.has(b));
+  // On top lie those on the front, then AdamW's, which all else is compared with.
+  const rank = (point) => 2 * onFront.has(point) + (view.study.methods[point.method].name === "adamw");
+  const ordered = [...points].sort((a, b) => rank(a) - rank(b));
   const marks = ordered.map((point) => {
-    const [px, py] = [x(onAxis(axis, point.sparsity)), y(point[measure])];
+    const [px, py] = place(point);
     const tint = { "--c": colour(pointColour(point)) };
-    if (bars && point.spread) {
+    if (bars && point.spread && !outside.has(point)) {
       layer.append(s("line", {
         class: "spread", style: tint, x1: px, x2: px,
         y1: y(point[measure] - point.spread), y2: y(point[measure] + point.spread),
       }));
     }
-    const classes = ["mark", onFront.has(point) && "front", !point.reliable && "unreliable"];
+    const classes = ["mark", onFront.has(point) && "front", !point.reliable && "unreliable",
+      outside.has(point) && "outside"];
     const node = s("path", {
       class: classes.filter(Boolean).join(" "), d: view.study.methods[point.method].marker,
       transform: `translate(${px.toFixed(2)} ${py.toFixed(2)}) scale(${SIZE})`, style: tint,
@@ -122,16 +128,15 @@ function scatter(host, points, { measure, label, dense, staircase, ringed, bars,
   const ring = (at, kind, radius) => s("circle", { class: kind, cx: at.x, cy: at.y, r: radius });
   const top = ringed && balanced(points);
   if (top) layer.append(ring(marks.find((mark) => mark.point === top), "ring", 11));
-  if (dense && y(dense[measure]) < y0) {
+  if (dense) {
     const text = `best AdamW ${dense[measure].toFixed(2)}`;
     svg.insertBefore(s("text", { class: "reference-label", ...quietPlace(box, marks, y(dense[measure]), text) }, text), layer);
   }
-  const visible = marks.filter((mark) => mark.y <= y0 + 1);
-  interactive(svg, visible);
+  interactive(svg, marks);
   highlights.push((run) => {
     for (const old of layer.querySelectorAll(".chosen")) old.remove();
-    const mark = visible.find(({ point }) => point.runs.includes(run));
+    const mark = marks.find(({ point }) => point.runs.includes(run));
     if (mark) layer.append(ring(mark, "chosen", 9));
   });
-  return visible.length;
+  return outside.size;
 }
