@@ -1,0 +1,149 @@
+"""torch's multi-head attention with any number of heads.
+
+``nn.MultiheadAttention`` ties the heads to the width: as many of ``embed_dim / num_heads``
+dimensions as give ``embed_dim``. Without one of them it cannot run, so that where heads are dead
+it is replaced by this one, which has the same parameters, names and results.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, linear, scaled_dot_product_attention
+
+
+class MultiheadAttention(nn.Module):
+    """Attention with `num_heads` heads of `head_dim` dimensions each, made from torch's.
+
+    Args:
+        source: the layer whose parameters it takes over. They are shared, not copied.
+    """
+
+    # As a transformer's layers of torch look for them: what they would say of their fast path
+    # does not hold here.
+    _qkv_same_embed_dim = False
+
+    def __init__(self, source: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.embed_dim = source.embed_dim
+        self.num_heads = source.num_heads
+        self.head_dim = source.head_dim
+        self.dropout = source.dropout
+        self.batch_first = source.batch_first
+        self.in_proj_weight = source.in_proj_weight
+        self.in_proj_bias = source.in_proj_bias
+        self.out_proj = source.out_proj
+        self.train(source.training)
+
+    @staticmethod
+    def takes(source: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
+        """Whether a module is of the kind that this one can stand for."""
+        return (
+            type(source) is nn.MultiheadAttention
+            and source._qkv_same_embed_dim
+            and source.bias_k is None
+            and not source.add_zero_attn
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As of ``nn.MultiheadAttention``: the output, and the weights if they are asked for."""
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal only says what attn_mask is: give attn_mask as well")
+        batched = query.ndim == 3
+        swapped = batched and not self.batch_first
+        queries, keys, values = (
+            heads.transpose(1, 2) for heads in self._projected(query, key, value, batched, swapped)
+        )
+        mask = self._mask(queries, keys, key_padding_mask, attn_mask)
+        drop = self.dropout if self.training else 0.0
+        weights: Tensor | None = None
+        if need_weights:
+            scores = (queries * self.head_dim**-0.5) @ keys.mT
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = dropout(weights, drop) if drop else weights
+            mixed = weights @ values
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if batched else weights.squeeze(0)
+        else:
+            scale = self.head_dim**-0.5
+            mixed = scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, dropout_p=drop, scale=scale
+            )
+        out = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        if not batched:
+            return out.squeeze(0), weights
+        return (out.transpose(0, 1) if swapped else out), weights
+
+    def _projected(
+        self, query: Tensor, key: Tensor, value: Tensor, batched: bool, swapped: bool
+    ) -> tuple[Tensor, ...]:
+        """Queries, keys and values as (batch, length, head, dimension)."""
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        heads = (self.num_heads, self.head_dim)
+        if query is key and key is value:
+            all_three = linear(_batch_first(query, batched, swapped), weight, bias)
+            return tuple(all_three.unflatten(-1, (3, *heads)).unbind(-3))
+        weights = weight.unflatten(0, (3, -1)).unbind()
+        biases = (None,) * 3 if bias is None else bias.unflatten(0, (3, -1)).unbind()
+        return tuple(
+            linear(_batch_first(x, batched, swapped), w, b).unflatten(-1, heads)
+            for x, w, b in zip((query, key, value), weights, biases, strict=True)
+        )
+
+    def _mask(
+        self, queries: Tensor, keys: Tensor, padding: Tensor | None, mask: Tensor | None
+    ) -> Tensor | None:
+        """Both masks as one that is added to the scores."""
+        total: Tensor | None = None
+        if mask is not None:
+            total = _added(mask, queries.dtype)
+            if total.ndim == 3:
+                total = total.unflatten(0, (-1, self.num_heads))
+        if padding is not None:
+            hidden = _added(padding, queries.dtype).view(-1, 1, 1, keys.shape[2])
+            total = hidden if total is None else total + hidden
+        return total
+
+
+def _batch_first(x: Tensor, batched: bool, swapped: bool) -> Tensor:
+    if not batched:
+        return x.unsqueeze(0)
+    return x.transpose(0, 1) if swapped else x
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask whose True hides, as numbers to add; one of numbers as it is."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+
+
+@torch.no_grad()
+def with_free_heads(model: nn.Module) -> None:
+    """Replace torch's attention, in place, where some of its heads are dead."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if MultiheadAttention.takes(child) and _dead_heads(child):
+                setattr(module, name, MultiheadAttention(child))
+
+
+def _dead_heads(attention: nn.MultiheadAttention) -> bool:
+    """Whether the values of a head are zero, or not read, and another head is there."""
+    heads = (attention.num_heads, attention.head_dim)
+    read = attention.out_proj.weight.unflatten(1, heads).ne(0).any((0, 2))
+    values = attention.in_proj_weight.chunk(3)[2].unflatten(0, heads).ne(0).any((1, 2))
+    if attention.in_proj_bias is not None:
+        values |= attention.in_proj_bias.chunk(3)[2].unflatten(0, heads).ne(0).any(1)
+    return attention.num_heads > 1 and not bool((read & values).all())

@@ -1,0 +1,55 @@
+"""What stayed although it is dead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pdecay.deploy.compact.analysis import Analysis
+from pdecay.deploy.compact.plan import Plan
+from pdecay.deploy.compact.report import Left
+from pdecay.deploy.compact.rules import rule_for
+from pdecay.deploy.compact.surgery import Kept
+from pdecay.deploy.compact.trace import Call
+
+_SHARED = "they share their place with units that are alive (a sum, a head or a group)"
+
+
+@torch.no_grad()
+def left_units(found: Analysis, plan: Plan, kept: Kept) -> Iterator[Left]:
+    """Units of which nothing both varies and is read, yet which no plan removes."""
+    layers: dict[str, list[tuple[Call, int]]] = {}
+    for call in found.trace.calls:
+        made = rule_for(call).makes(call)
+        if made is not None:
+            weight, axis = made
+            layers.setdefault(weight, []).append((call, axis))
+    for weight, calls in layers.items():
+        alive = torch.stack([_alive(call, axis) for call, axis in calls]).any(0)
+        reasons: dict[str, list[int]] = {}
+        call, axis = calls[0]
+        for i in (~alive).nonzero().flatten().tolist():
+            why = _why(found, plan, int(call.outs[0].places[axis][i]))
+            reasons.setdefault(why, []).append(i)
+        for why, units in reasons.items():
+            yield Left(weight, tuple(_numbers_at_first(kept, weight, len(alive), units)), why)
+
+
+def _alive(call: Call, axis: int) -> torch.Tensor:
+    out = call.outs[0]
+    return (out.varies & out.live).transpose(0, axis).flatten(1).any(1)
+
+
+def _why(found: Analysis, plan: Plan, place: int) -> str:
+    units = found.units.of(place)
+    if not units:
+        return found.units.why(place) or "their number is fixed"
+    return next((plan.needed[unit] for unit in units if unit in plan.needed), _SHARED)
+
+
+def _numbers_at_first(kept: Kept, weight: str, count: int, units: list[int]) -> list[int]:
+    for numbers in kept.get(weight, ()):
+        if len(numbers) == count:
+            return [int(numbers[i]) for i in units]
+    return units

@@ -1,0 +1,168 @@
+"""The algebra of places: what goes with what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdecay.deploy.compact.units import FIXED, Units, fixed
+
+
+def of(units, places):
+    return [units.of(int(place)) for place in places]
+
+
+def test_fresh_units_are_on_their_own():
+    units = Units()
+    assert len({*of(units, units.fresh(3)), *of(units, units.fresh(2))}) == 5
+    assert units.fresh(1).tolist() == [FIXED]  # the last position can never go
+    assert units.of(FIXED) == ()
+
+
+def test_tied_places_are_one_unit():
+    units = Units()
+    a, b, c = units.fresh(3), units.fresh(3), units.fresh(3)
+    units.tie(a, b, "")
+    units.tie(b, c, "")
+    assert of(units, a) == of(units, b) == of(units, c)
+    assert len(set(of(units, a))) == 3
+
+
+def test_a_unit_tied_to_a_fixed_place_is_fixed_with_the_reason_of_that_place():
+    units = Units()
+    a, b = units.fresh(2), units.fresh(2)
+    units.fix(a[:1].tolist(), "a norm")
+    units.tie(a, b, "a sum")
+    assert of(units, b)[0] == ()
+    assert units.why(int(b[0])) == "a norm"
+    assert len(of(units, b)[1]) == 1
+    assert units.why(int(b[1])) is None
+    units.tie(b, fixed(2), "a sum")
+    assert units.why(int(a[1])) == "a sum"
+
+
+def test_a_split_axis_goes_with_either_of_its_parts():
+    units = Units()
+    whole = units.fresh(6)
+    heads, dims = units.split(whole, (2, 3), "")
+    assert of(units, whole) == [h + d for h in of(units, heads) for d in of(units, dims)]
+    again = units.split(whole, (2, 3), "")
+    assert [of(units, part) for part in again] == [of(units, heads), of(units, dims)]
+
+
+def test_joining_undoes_a_split():
+    units = Units()
+    heads, dims = units.fresh(2), units.fresh(3)
+    whole = units.join([heads.repeat(3), np.tile(dims, 2)])
+    again = units.split(whole, (2, 3), "")
+    assert [of(units, part) for part in again] == [of(units, heads), of(units, dims)]
+
+
+def test_a_part_without_units_drops_out():
+    units = Units()
+    channels = units.fresh(4)
+    flat = units.join([channels.repeat(5), fixed(20)])
+    assert of(units, flat) == [one for one in of(units, channels) for _ in range(5)]
+    back, pixels = units.split(flat, (4, 5), "")
+    assert of(units, back) == of(units, channels)
+    assert of(units, pixels) == [()] * 5
+
+
+def test_three_parts():
+    units = Units()
+    whole = units.fresh(3 * 2 * 4)
+    three, heads, dims = units.split(whole, (3, 2, 4), "")
+    units.fix(three.tolist(), "picked by number")
+    units.fix(dims.tolist(), "scaled by their number")
+    # What is left is the heads: a row of each third goes with its head.
+    assert of(units, whole) == of(units, np.tile(heads.repeat(4), 3))
+
+
+def test_a_second_way_to_split_is_one_too_many():
+    units = Units()
+    whole = units.fresh(12)
+    units.split(whole, (3, 4), "")
+    first, second = units.split(whole, (2, 6), "split anew")
+    assert of(units, whole) == [()] * 12
+    assert of(units, first) == [()] * 2
+    assert of(units, second) == [()] * 6
+    assert units.why(int(whole[0])) == "split anew"
+
+
+def test_products_of_different_make_are_matched_or_fixed():
+    units = Units()
+    one, other = units.fresh(6), units.fresh(6)
+    heads, dims = units.split(one, (2, 3), "")
+    their_heads, their_dims = units.split(other, (2, 3), "")
+    units.tie(one, other, "")
+    assert of(units, heads) == of(units, their_heads)
+    assert of(units, dims) == of(units, their_dims)
+    units.tie(one, heads.repeat(3), "only the heads")
+    assert of(units, one) == of(units, heads.repeat(3))
+    assert units.why(int(dims[0])) == "only the heads"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_unit_becomes_the_product_that_it_is_tied_to(order):
+    units = Units()
+    plain, whole = units.fresh(6), units.fresh(6)
+    units.split(whole, (2, 3), "")
+    pair = (plain, whole)
+    units.tie(pair[order[0]], pair[order[1]], "")
+    assert of(units, plain) == of(units, whole)
+    assert all(len(one) == 2 for one in of(units, plain))
+
+
+def test_the_last_reason_is_told():
+    units = Units()
+    whole = units.fresh(4)
+    heads, dims = units.split(whole, (2, 2), "")
+    units.fix(dims.tolist(), "first")
+    units.fix(heads.tolist(), "second")
+    assert units.why(int(whole[0])) == "second"
+    assert units.why(units.never("never")) == "never"
+
+
+SIZES = [(2, 6), (3, 4), (2, 2, 3)]
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("tie"), st.integers(0, 4), st.integers(0, 4)),
+        st.tuples(st.just("split"), st.integers(0, 4), st.sampled_from(SIZES)),
+        st.tuples(st.just("fix"), st.integers(0, 4), st.integers(0, 11)),
+        st.tuples(st.just("shuffle"), st.integers(0, 4), st.permutations(range(12))),
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ACTIONS)
+def test_whatever_goes_tied_axes_stay_equal_and_split_ones_rectangular(actions):
+    """The two promises that the rest is built on, after any history."""
+    units = Units()
+    axes = [units.fresh(12) for _ in range(5)]
+    ties, splits = [], []
+    for kind, one, other in actions:
+        if kind == "tie":
+            units.tie(axes[one], axes[other], "tie")
+            ties.append((axes[one], axes[other]))
+        elif kind == "split":
+            splits.append((axes[one], other, units.split(axes[one], other, "split")))
+        elif kind == "fix":
+            units.fix([int(axes[one][other])], "fix")
+        else:
+            axes.append(axes[one][list(other)])
+            axes[one] = axes.pop()
+    for one, other in ties:
+        assert [set(u) for u in of(units, one)] == [set(u) for u in of(units, other)]
+    every = sorted({unit for axis in axes for found in of(units, axis) for unit in found})
+    for gone in every:
+        for whole, sizes, parts in splits:
+            stays = np.array([gone not in found for found in of(units, whole)]).reshape(sizes)
+            grid = np.ones(sizes, dtype=bool)
+            for axis, part in enumerate(parts):
+                own = np.array([gone not in found for found in of(units, part)])
+                grid &= own.reshape([-1 if i == axis else 1 for i in range(len(sizes))])
+            assert np.array_equal(stays, grid)
