@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdecay.lab.report import best
@@ -28,6 +28,7 @@ def dominates(one, other):
     )
 
 
+@settings(deadline=None)
 @given(st.lists(MEASURES, max_size=30))
 def test_the_front_is_what_nothing_beats(measures):
     points = [point(*both) for both in measures]
@@ -40,6 +41,7 @@ def test_the_front_is_what_nothing_beats(measures):
     assert [p.accuracy for p in front] == sorted((p.accuracy for p in front), reverse=True)
 
 
+@settings(deadline=None)
 @given(st.lists(MEASURES, max_size=30), st.sampled_from(best.LEVELS))
 def test_the_table_reads_off_the_front(measures, level):
     points = [point(*both) for both in measures]
