@@ -226,7 +226,7 @@ def test_a_groups_own_auxiliary():
     ],
 )
 def test_bad_settings(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 

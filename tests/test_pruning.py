@@ -399,7 +399,7 @@ class TestBoth:
     def test_total_steps(self, prune, total_steps):
         kind = type(prune(torch.optim.SGD(network().parameters())))
         optimizer = torch.optim.SGD(network().parameters())
-        with pytest.raises(ValueError, match=f"total_steps must be at least 1, got {total_steps}"):
+        with pytest.raises(ValueError, match=f"whole number >= 1, got {total_steps}"):
             kind(optimizer, 0.5, total_steps)
         assert not optimizer._optimizer_step_post_hooks
 
@@ -412,7 +412,7 @@ class TestBoth:
             MagnitudePruning(optimizer, 0.5, count)
 
     def test_every(self, prune):
-        with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        with pytest.raises(ValueError, match="every must be a whole number >= 1, got 0"):
             prune(torch.optim.SGD(network().parameters()), every=0)
 
     def test_nothing_to_prune(self, prune):

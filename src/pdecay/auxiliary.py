@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdecay.penalty import Penalty, check_number
+from pdecay.penalty import Penalty, check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class Every:
     start: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
-            raise ValueError(f"n must be a whole number >= 1, got {self.n!r}")
+        check_count("n", self.n)
         _check_start(self.start)
 
     def plain(self) -> list[float]:

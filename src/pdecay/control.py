@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from pdecay import settings
 from pdecay.attach import attachment_of, is_decaying
-from pdecay.penalty import as_penalty, check_number
+from pdecay.penalty import as_penalty, check_count, check_number
 from pdecay.ranking import count_zeros, group_of, kth_magnitude, local_part, zero_smallest_
 from pdecay.step import decay_rate
 
@@ -97,8 +97,7 @@ class SparsityTarget:
         floor: float = 0.0,
     ) -> None:
         groups = _absorbing_groups(optimizer, "SparsityTarget")
-        if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
-            raise ValueError(f"total_steps must be a whole number >= 1, got {total_steps!r}")
+        check_count("total_steps", total_steps)
         if not 0 <= check_number("start", start) < check_number("end", end) <= 1:
             raise ValueError(f"0 <= start < end <= 1 must hold, got start={start!r}, end={end!r}")
         self.optimizer = optimizer

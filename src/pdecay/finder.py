@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from pdecay.groups import decays_by_default, owners_of
-from pdecay.penalty import check_number
+from pdecay.penalty import check_count, check_number
 from pdecay.ranking import count_weights, kth_magnitude
 
 
@@ -41,8 +41,7 @@ def find_lam(model: nn.Module, p: float, lr: float, steps: int, share: float = 0
         raise ValueError(f"p must be below 2, where weights can reach zero, got {p!r}")
     if not check_number("lr", lr):
         raise ValueError("lr must be above 0: at lr = 0 no weight ever dies")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be a whole number >= 1, got {steps!r}")
+    check_count("steps", steps)
     if not 0 < check_number("share", share) < 1:
         raise ValueError(f"share must be above 0 and below 1, got {share!r}")
     weights = [

@@ -189,6 +189,16 @@ def check_number(name: str, value: object) -> float:
     return number
 
 
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """The value, if it is a whole number of at least `least`; else an error that names it."""
+    rule = f"{name} must be a whole number >= {least}, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(rule)
+    if value < least:
+        raise ValueError(rule)
+    return value
+
+
 def magnitude(w: Array) -> Array:
     """``|w|`` in fresh memory and at least single precision, subnormal numbers as 0.
 

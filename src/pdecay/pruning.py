@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from pdecay.frames import calling_step, is_inside
-from pdecay.penalty import check_number, magnitude
+from pdecay.penalty import check_count, check_number, magnitude
 from pdecay.ranking import count_weights, count_zeros, group_of, local_part, zero_smallest_
 
 
@@ -62,8 +62,8 @@ class _Pruning:
                 f"give {name} the inner one (usually its .optimizer)"
             )
         self.optimizer = optimizer
-        self.total_steps = _check_count("total_steps", total_steps)
-        self.every = max(1, total_steps // 100) if every is None else _check_count("every", every)
+        self.total_steps = check_count("total_steps", total_steps)
+        self.every = max(1, total_steps // 100) if every is None else check_count("every", every)
         self.last_step = 0
         self._chosen = self._checked_choice(params)
         self._frame: FrameType | None = None  # the step() call that is being looked at
@@ -289,11 +289,3 @@ class GradualMagnitudePruning(_Pruning):
         if at_the_end or (asked != before and self.last_step % self.every == 0):
             params = self.params
             zero_smallest_(params, round(asked * count_weights(params)))
-
-
-def _check_count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value!r}")
-    return value

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from pdecay import settings
 from pdecay.attach import is_decaying
-from pdecay.penalty import check_number
+from pdecay.penalty import check_count, check_number
 
 Milestones = Sequence[tuple[int, float | Sequence[float]]]
 
@@ -38,7 +38,9 @@ class _Schedule:
                 f"pdecay.attach was called on), got {type(optimizer).__name__}"
             )
         self.optimizer = optimizer
-        self.restart_every = _check_restart(restart_every)
+        if restart_every is not None:
+            check_count("restart_every", restart_every)
+        self.restart_every = restart_every
         self._times, self._values = _check_milestones(milestones)
         self.last_step = 0
 
@@ -67,9 +69,7 @@ class _Schedule:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the step of a checkpoint; the milestones stay those of this schedule."""
-        last_step = state_dict["last_step"]
-        if isinstance(last_step, bool) or not isinstance(last_step, int) or last_step < 0:
-            raise ValueError(f"last_step must be a whole number >= 0, got {last_step!r}")
+        last_step = check_count("last_step", state_dict["last_step"], 0)
         self.last_step = last_step
         self._write()
 
@@ -163,8 +163,7 @@ def _check_milestones(milestones: Milestones) -> tuple[list[int], list[list[floa
         if not isinstance(milestone, Sequence) or len(milestone) != 2:
             raise TypeError(f"a milestone must be a pair (step, value), got {milestone!r}")
         time, value = milestone
-        if isinstance(time, bool) or not isinstance(time, int) or time < 0:
-            raise ValueError(f"a milestone's step must be a whole number >= 0, got {time!r}")
+        check_count("a milestone's step", time, 0)
         if times and time <= times[-1]:
             raise ValueError(f"milestones must be in order of time, got {times[-1]} before {time}")
         listed = list(value) if isinstance(value, Sequence) else [value]
@@ -175,11 +174,3 @@ def _check_milestones(milestones: Milestones) -> tuple[list[int], list[list[floa
     if len({len(value) for value in values}) > 1:
         raise ValueError("all milestones must have the same number of values")
     return times, values
-
-
-def _check_restart(restart_every: int | None) -> int | None:
-    if restart_every is not None and (
-        isinstance(restart_every, bool) or not isinstance(restart_every, int) or restart_every < 1
-    ):
-        raise ValueError(f"restart_every must be a whole number >= 1, got {restart_every!r}")
-    return restart_every
