@@ -1,10 +1,10 @@
 /* The inner loop of the sparse layers: a strip of each output in registers, while its non-zeros are walked.
  *
- *   out[o][l][x] = start[o] + sum_i value[i] * in[at[i] + l * line + x],   row[o] <= i < row[o + 1],  0 <= x < LANES
+ *   out[o][l][x] = start[o] + sum_i value[i] * in[at[i] + l * line + x],   row[o] <= i < row[o + 1]
  *
- * A strip is 1 to STRIP lines of one vector each, `line` numbers apart. A non-zero costs two loads of its own and,
- * for each line, one fused multiply-add that takes its input from memory. Vectors are the compiler's
- * (vector_size), as wide as the target's registers.
+ * A strip is 1 to STRIP vectors: lines of one vector or two, `line` numbers apart. A non-zero costs two loads of
+ * its own and, for each vector, one fused multiply-add that takes its input from memory. Vectors are the
+ * compiler's (vector_size), as wide as the target's registers.
  *
  * Included once for REAL = float and once for REAL = double (see sparse_conv.c): NAME(x) is x_f32 or x_f64.
  */
@@ -26,66 +26,84 @@ typedef struct {
     int relu;                   /* whether negative numbers become 0 at the end */
 } NAME(terms);
 
+/* Where the strips lie. */
+typedef struct {
+    const REAL *in;
+    REAL *out;                  /* of the first output; the others' follow, out_pitch numbers apart */
+    int64_t line, out_line, out_pitch;
+} NAME(strips);
+
 /* A short strip takes several non-zeros at once, into sums of their own: in one chain of sums, each multiply-add
  * would wait for the one before. */
-INLINE void NAME(walk)(const int lines, const int chains, const NAME(terms) *terms, const REAL *restrict in,
-                       int64_t line, int64_t first, int64_t end, REAL *restrict out, int64_t out_line,
-                       int64_t out_pitch)
+INLINE void NAME(walk)(const int lines, const int width, const int chains, const NAME(terms) *terms,
+                       const NAME(strips) *strips, int64_t first, int64_t end)
 {
     const int32_t *restrict at = terms->at;
-    const REAL *restrict value = terms->value;
-    for (int64_t o = first; o < end; o++, out += out_pitch) {
+    const REAL *restrict value = terms->value, *restrict in = strips->in;
+    const int64_t line = strips->line, out_line = strips->out_line;
+    REAL *restrict out = strips->out;
+    for (int64_t o = first; o < end; o++, out += strips->out_pitch) {
         NAME(vector) sum[CHAINS][STRIP];
-        EACH(k, chains) EACH(l, lines) sum[k][l] = (NAME(vector)){ 0 };
-        if (terms->start) { EACH(l, lines) sum[0][l] += terms->start[o]; }
-        else { EACH(l, lines) sum[0][l] = NAME(load)(out + l * out_line); }
+        EACH(k, chains) EACH(v, lines * width) sum[k][v] = (NAME(vector)){ 0 };
+        if (terms->start) { EACH(v, lines * width) sum[0][v] += terms->start[o]; }
+        else { EACH(v, lines * width) sum[0][v] = NAME(load)(out + v / width * out_line + v % width * LANES); }
 
         int64_t i = terms->row[o];
         const int64_t last = terms->row[o + 1];
         for (; i + chains <= last; i += chains) {
             EACH(k, chains) {
                 const REAL *from = in + at[i + k], by = value[i + k];
-                EACH(l, lines) sum[k][l] += by * NAME(load)(from + l * line);
+                EACH(v, lines * width) sum[k][v] += by * NAME(load)(from + v / width * line + v % width * LANES);
             }
         }
         for (; chains > 1 && i < last; i++) {
             const REAL *from = in + at[i], by = value[i];
-            EACH(l, lines) sum[0][l] += by * NAME(load)(from + l * line);
+            EACH(v, lines * width) sum[0][v] += by * NAME(load)(from + v / width * line + v % width * LANES);
         }
-        EACH(k, chains) { if (k > 0) { EACH(l, lines) sum[0][l] += sum[k][l]; } }
-        if (terms->relu) { EACH(l, lines) sum[0][l] = NAME(only)(sum[0][l], ~(sum[0][l] < 0)); }       /* NaN stays */
-        EACH(l, lines) NAME(store)(out + l * out_line, sum[0][l]);
+        EACH(k, chains) { if (k > 0) { EACH(v, lines * width) sum[0][v] += sum[k][v]; } }
+        if (terms->relu) {      /* as a mask: NaN stays NaN */
+            EACH(v, lines * width) sum[0][v] = NAME(only)(sum[0][v], ~(sum[0][v] < 0));
+        }
+        EACH(v, lines * width) NAME(store)(out + v / width * out_line + v % width * LANES, sum[0][v]);
     }
 }
 
-/* A function for each length of a strip. */
-typedef void NAME(walker)(const NAME(terms) *, const REAL *, int64_t, int64_t, int64_t, REAL *, int64_t, int64_t);
-#define WALKER(lines, chains) \
-    static void NAME(walk_##lines)(const NAME(terms) *terms, const REAL *in, int64_t line, int64_t first, \
-                                   int64_t end, REAL *out, int64_t out_line, int64_t out_pitch) \
+/* A function for each form of a strip. */
+typedef void NAME(walker)(const NAME(terms) *, const NAME(strips) *, int64_t, int64_t);
+#define WALKER(lines, width, chains) \
+    static void NAME(walk_##lines##x##width)(const NAME(terms) *terms, const NAME(strips) *strips, int64_t first, \
+                                             int64_t end) \
     { \
-        NAME(walk)(lines, chains, terms, in, line, first, end, out, out_line, out_pitch); \
+        NAME(walk)(lines, width, chains, terms, strips, first, end); \
     }
-WALKER(1, 4) WALKER(2, 4) WALKER(3, 2) WALKER(4, 2) WALKER(5, 1) WALKER(6, 1) WALKER(7, 1) WALKER(8, 1)
+WALKER(1, 1, 4) WALKER(2, 1, 4) WALKER(3, 1, 2) WALKER(4, 1, 2) WALKER(5, 1, 1) WALKER(6, 1, 1) WALKER(7, 1, 1)
+WALKER(8, 1, 1) WALKER(1, 2, 4) WALKER(2, 2, 2) WALKER(3, 2, 1) WALKER(4, 2, 1)
 #undef WALKER
-static NAME(walker) *const NAME(walkers)[STRIP + 1] = {
-    NULL, NAME(walk_1), NAME(walk_2), NAME(walk_3), NAME(walk_4), NAME(walk_5), NAME(walk_6), NAME(walk_7), NAME(walk_8),
+static NAME(walker) *const NAME(walkers)[3][STRIP + 1] = {
+    [1] = { NULL, NAME(walk_1x1), NAME(walk_2x1), NAME(walk_3x1), NAME(walk_4x1), NAME(walk_5x1), NAME(walk_6x1),
+            NAME(walk_7x1), NAME(walk_8x1) },
+    [2] = { NULL, NAME(walk_1x2), NAME(walk_2x2), NAME(walk_3x2), NAME(walk_4x2) },
 };
 
 /* Outputs of one number each: dot products with x, where at[i] is an index into x. */
+typedef REAL NAME(four) __attribute__((vector_size(4 * sizeof(REAL))));
+typedef REAL NAME(loose_four) __attribute__((vector_size(4 * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
+
 SCALAR static void NAME(dots)(const NAME(terms) *terms, const REAL *restrict x, int64_t first, int64_t end,
                               REAL *restrict out)
 {
-    const int32_t *restrict at = terms->at;
     const REAL *restrict value = terms->value;
     for (int64_t o = first; o < end; o++) {
         int64_t i = terms->row[o];
         const int64_t last = terms->row[o + 1];
-        REAL sum[CHAINS] = { 0 };
-        for (; i + CHAINS <= last; i += CHAINS) { EACH(k, CHAINS) sum[k] += value[i + k] * x[at[i + k]]; }
-        for (; i < last; i++) sum[0] += value[i] * x[at[i]];
-        REAL total = terms->start[o];
-        EACH(k, CHAINS) total += sum[k];
-        out[o] = terms->relu && total < 0 ? 0 : total;
+        NAME(four) sums = { 0 };
+        for (; i + 4 <= last; i += 4) {
+            const int32_t *at = terms->at + i;
+            sums += *(const NAME(loose_four) *)(value + i) * (NAME(four)){ x[at[0]], x[at[1]], x[at[2]], x[at[3]] };
+        }
+        REAL sum = terms->start[o];
+        for (; i < last; i++) sum += value[i] * x[terms->at[i]];
+        sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        out[o] = terms->relu && sum < 0 ? 0 : sum;
     }
 }

@@ -1,0 +1,113 @@
+/* A sparse convolution: pack a block of channels, walk its non-zeros for all outputs, take the next block.
+ *
+ * Included after sparse_pack.h.
+ */
+
+/* The outputs first .. end of a site, as far as one block of channels goes. `sums` holds the strips that cannot be
+ * in their place in `out` from one block to the next. */
+static void NAME(outputs)(const plan *plan, site site, int64_t block, int64_t first, int64_t end, const REAL *in,
+                          REAL *sums, REAL *out)
+{
+    const int64_t width = plan->out_width, channel = plan->out_height * width;
+    const int64_t numbers = plan->pixels ? site.images : site.rows * plan->group * width;
+    const int is_last = block == plan->blocks - 1;
+    const NAME(terms) terms = {
+        .row = plan->row + block * (plan->out_channels + 1), .at = plan->at, .value = plan->value,
+        .start = block == 0 ? plan->bias : NULL, .relu = is_last && plan->relu,
+    };
+    REAL *place = out + (site.image * plan->out_channels + first) * channel + site.y * width;
+
+    if (plan->line != width) {          /* lines are rows of the image, a vector or two of their numbers at a time */
+        const int vectors = width % (2 * LANES) ? 1 : 2, most = STRIP / vectors;
+        for (int64_t y = 0; y < site.rows; y += most) {
+            for (int64_t x = 0; x < width; x += vectors * LANES) {
+                const NAME(strips) strips = {
+                    in + y * plan->line + x, place + y * width + x, plan->line, width, channel,
+                };
+                NAME(walkers)[vectors][smaller(most, site.rows - y)](&terms, &strips, first, end);
+            }
+        }
+        return;
+    }
+    const int64_t vectors = ceiling(numbers, LANES), strip = ceiling(vectors, ceiling(vectors, STRIP));
+    for (int64_t v = 0; v < vectors; v += strip) {      /* lines follow each other */
+        const int64_t lines = smaller(strip, vectors - v), from = v * LANES, n = smaller(lines * LANES, numbers - from);
+        NAME(walker) *walk = NAME(walkers)[1][lines];
+        NAME(strips) strips = { in + from, place + from, LANES, LANES, channel };
+        if (plan->group == 1 && n == lines * LANES) {
+            walk(&terms, &strips, first, end);
+            continue;
+        }
+        REAL here[LANES * STRIP * LANES];
+        strips.out_pitch = plan->blocks > 1 ? plan->sums_pitch : lines * LANES;
+        for (int64_t o = first; o < end; o += LANES) {
+            const int64_t o_end = smaller(end, o + LANES);
+            strips.out = plan->blocks > 1 ? sums + o * strips.out_pitch + from : here;
+            walk(&terms, &strips, o, o_end);
+            if (!is_last) continue;
+            if (plan->pixels)
+                NAME(transpose)(strips.out, strips.out_pitch, o_end - o, n,
+                                out + (site.image + from) * plan->out_channels + o, plan->out_channels);
+            else if (plan->group > 1)
+                for (int64_t k = 0; k < o_end - o; k++)
+                    NAME(unpack)(plan, site, o + k, strips.out + k * strips.out_pitch, out);
+            else
+                for (int64_t k = 0; k < o_end - o; k++)
+                    memcpy(place + (o + k - first) * channel + from, strips.out + k * strips.out_pitch,
+                           (size_t)n * sizeof *out);
+        }
+    }
+}
+
+/* The outputs first .. end of a site. */
+static void NAME(convolve)(const plan *plan, int64_t images, const REAL *x, site site, int64_t first, int64_t end,
+                           REAL *scratch, REAL *out)
+{
+    const int64_t image = plan->in_channels * plan->height * plan->width;
+    for (int64_t block = 0; block < plan->blocks; block++) {
+        const REAL *in = scratch;
+        const int64_t c = block * plan->per_block;
+        if (plan->in_place)
+            in = x + site.image * image + site.y * plan->width;
+        else if (plan->pixels)
+            NAME(transpose)(x + site.image * image + c, image, site.images,
+                            smaller(plan->channels - c, plan->per_block), scratch, plan->plane);
+        else
+            NAME(pack)(plan, images, x, site, block, scratch);
+        NAME(outputs)(plan, site, block, first, end, in, scratch + plan->block_size, out);
+    }
+}
+
+/* All sites. Each thread packs what it needs for itself: to read what another core has just written takes longer
+ * than to write it again. */
+void NAME(pdecay_sparse_conv)(const plan *plan, int64_t images, const REAL *x, REAL *out, REAL *scratch, int threads)
+{
+    if (images == 0) return;
+    const int64_t bands = ceiling(plan->out_height, plan->band), sites = ceiling(images, plan->group) * bands;
+    const int64_t parts = sites < threads ? ceiling(threads, sites) : 1;
+    const int64_t part = ceiling(plan->out_channels, parts);
+    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
+    for (int64_t i = 0; i < sites * parts; i++) {
+        const int64_t first = i % parts * part;
+        site site = { .image = i / parts / bands * plan->group, .y = i / parts % bands * plan->band };
+        site.images = smaller(plan->group, images - site.image);
+        site.rows = smaller(plan->band, plan->out_height - site.y);
+        NAME(convolve)(plan, images, x, site, first, smaller(plan->out_channels, first + part),
+                       scratch + thread_number() * plan->scratch_size, out);
+    }
+}
+
+/* A linear layer on few rows: dot products. */
+void NAME(pdecay_sparse_dots)(const plan *plan, int64_t rows, const REAL *x, REAL *out, REAL *scratch, int threads)
+{
+    (void)scratch;
+    const int64_t inputs = plan->in_channels, outputs = plan->out_channels;
+    const NAME(terms) terms = {
+        .row = plan->row, .at = plan->at, .value = plan->value, .start = plan->bias, .relu = plan->relu != 0,
+    };
+    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int part = 0; part < threads; part++) {
+        const int64_t first = outputs * part / threads, end = outputs * (part + 1) / threads;
+        for (int64_t r = 0; r < rows; r++) NAME(dots)(&terms, x + r * inputs, first, end, out + r * outputs);
+    }
+}

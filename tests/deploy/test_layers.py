@@ -1,0 +1,241 @@
+"""The sparse layers as modules: as torch's own, but for gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from pdecay.deploy import layers, layers_plan
+from pdecay.deploy.layers import SparseConv2d, SparseLinear, why_not
+
+needs_kernel = pytest.mark.skipif(bool(layers_plan.available()), reason="no compiler")
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def dense_linear(*args, **options):
+    return mostly_zero(nn.Linear, *args, **options)
+
+
+def dense_conv(*args, **options):
+    return mostly_zero(nn.Conv2d, *args, **options)
+
+
+def mostly_zero(kind, *args, **options):
+    """A dense layer, nine tenths of which are zero."""
+    with torch.inference_mode(False), torch.no_grad():
+        layer = kind(*args, **options)
+        layer.weight.mul_(torch.rand(layer.weight.shape) >= 0.9)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"padding": "same"},
+        {"padding": "same", "kernel_size": (4, 2), "dilation": 2},
+        {"padding": "valid"},
+        {"padding": 2, "stride": (2, 1), "dilation": (1, 2)},
+        {"padding": 1, "padding_mode": "circular"},
+        {"padding": "same", "padding_mode": "reflect", "kernel_size": 5},
+        {"padding": 1, "padding_mode": "replicate", "bias": False},
+        {"groups": 2, "bias": False},
+        {"groups": 4, "padding": 1},
+    ],
+    ids=str,
+)
+def test_a_convolution_with_all_of_torchs_options(options):
+    dense = dense_conv(4, 8, **{"kernel_size": 3, **options})
+    sparse = SparseConv2d(dense)
+    for size in ((3, 4, 12, 9), (4, 16, 16), (1, 4, 32, 32), (0, 4, 12, 9)):
+        x = torch.randn(size)
+        torch.testing.assert_close(sparse(x), dense(x), rtol=1e-5, atol=1e-5)
+    back = sparse.to_dense()
+    assert str(back) == str(dense)
+    assert torch.equal(back.weight, dense.weight)
+    torch.testing.assert_close(back(x), dense(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_linear_layer_on_inputs_of_any_shape(bias, dtype):
+    dense = dense_linear(30, 20, bias=bias, dtype=dtype)
+    sparse = SparseLinear(dense)
+    for size in ((30,), (1, 30), (5, 30), (2, 3, 30), (4, 100, 30), (0, 30), (2, 0, 30)):
+        x = torch.randn(size, dtype=dtype)
+        torch.testing.assert_close(sparse(x), dense(x), rtol=1e-5, atol=1e-5)
+    back = sparse.to_dense()
+    assert str(back) == str(dense)
+    assert torch.equal(back.weight, dense.weight)
+    assert (back.bias is None) == (dense.bias is None)
+
+
+def test_inputs_in_any_memory_format():
+    dense = dense_conv(4, 8, 3, padding=1)
+    sparse = SparseConv2d(dense)
+    x = torch.randn(2, 4, 10, 20)
+    formats = [x.to(memory_format=torch.channels_last), x.transpose(2, 3).clone().transpose(2, 3)]
+    formats += [x[:, :, ::2, 1:], x[:1].expand(3, -1, -1, -1)]
+    for given in formats:
+        got = sparse(given)
+        torch.testing.assert_close(got, dense(given), rtol=1e-5, atol=1e-5)
+        assert got.is_contiguous()
+    linear = dense_linear(20, 6)
+    torch.testing.assert_close(SparseLinear(linear)(x.mT.mT[..., :, :]), linear(x))
+
+
+def test_a_relu_may_be_part_of_it():
+    for dense, x in (
+        (dense_conv(4, 8, 3), torch.randn(2, 4, 9, 9)),
+        (dense_linear(16, 8), torch.randn(40, 16)),
+    ):
+        kind = SparseConv2d if isinstance(dense, nn.Conv2d) else SparseLinear
+        torch.testing.assert_close(kind(dense, relu=True)(x), dense(x).relu())
+
+
+def test_a_layer_without_any_weight_left():
+    dense = dense_linear(8, 4)
+    dense.weight.data.zero_()
+    sparse = SparseLinear(dense)
+    assert sparse.sparsity == 1.0
+    assert torch.equal(sparse(torch.randn(3, 8)), dense.bias.expand(3, 4))
+
+
+@pytest.mark.parametrize("way", ["copy", "pickle", "save"])
+def test_it_is_copied_and_saved_after_use(way):
+    dense = dense_conv(4, 8, 3, padding=1)
+    sparse, x = SparseConv2d(dense), torch.randn(2, 4, 9, 9)
+    wanted = sparse(x)
+    if way == "copy":
+        other = copy.deepcopy(sparse)
+    elif way == "pickle":
+        other = pickle.loads(pickle.dumps(sparse))
+    else:
+        file = io.BytesIO()
+        torch.save(sparse, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert torch.equal(other(x), wanted)
+    assert other.values.data_ptr() != sparse.values.data_ptr()
+
+
+def test_state_dicts_and_conversions_change_what_it_computes():
+    with torch.inference_mode(False):
+        one, x = SparseLinear(dense_linear(8, 4)), torch.randn(3, 8)
+        before = one(x)
+        state = {name: value.clone() for name, value in one.state_dict().items()}
+        assert set(state) == {"values", "columns", "row", "bias"}
+        state["values"] *= 2
+        state["bias"] *= 2
+        one.load_state_dict(state)
+        torch.testing.assert_close(one(x), 2 * before)
+        torch.testing.assert_close(one.double()(x.double()).float(), 2 * before)
+        with pytest.raises(ValueError, match="takes torch.float64 on the CPU"):
+            one(x)
+
+
+def test_it_says_what_it_is():
+    dense = dense_linear(100, 10)
+    sparse = SparseLinear(dense)
+    count = int((dense.weight != 0).sum())
+    assert repr(sparse) == (
+        f"SparseLinear(100, 10, bias=True, nonzeros={count} ({1 - count / 1000:.1%} sparse))"
+    )
+    shown = repr(SparseConv2d(dense_conv(4, 8, 3), relu=True))
+    assert "kernel_size=(3, 3), stride=(1, 1), padding=(0, 0)" in shown
+    assert "relu=True" in shown
+
+
+def test_bytes_count_what_is_held():
+    sparse = SparseLinear(dense_linear(64, 32))
+    stored = sum(tensor.nbytes for tensor in sparse.state_dict().values())
+    assert sparse.nbytes == stored
+    sparse(torch.randn(1, 64))  # dot products read the buffers themselves
+    assert sparse.nbytes == stored
+    sparse(torch.randn(64, 64))
+    assert sparse.nbytes > stored
+
+
+def test_only_so_many_shapes_are_remembered():
+    sparse = SparseConv2d(dense_conv(1, 2, 3))
+    dense = sparse.to_dense()
+    for size in range(3, 3 + 3 * layers._PLANS):
+        x = torch.randn(1, 1, size, 5)
+        torch.testing.assert_close(sparse(x), dense(x), rtol=1e-5, atol=1e-5)
+        assert len(sparse._plans) <= layers._PLANS
+    linear = SparseLinear(dense_linear(4, 4))
+    for rows in range(200):
+        linear(torch.randn(rows, 4))
+    assert len(linear._plans) <= 9
+    assert len(linear._calls) <= layers._SHAPES
+
+
+def test_a_gradient_is_refused_and_no_grad_is_enough():
+    with torch.inference_mode(False):
+        sparse = SparseLinear(dense_linear(8, 4))
+        x = torch.randn(3, 8, requires_grad=True)
+        with pytest.raises(RuntimeError, match="computes no gradients, and its input requires one"):
+            sparse(x)
+        with torch.no_grad():
+            assert not sparse(x).requires_grad
+            sparse(x)
+        assert not sparse(x.detach()).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "told"),
+    [
+        ("linear", (3, 7), r"expected an input of 8 features, got \(3, 7\)"),
+        ("linear", (), r"expected an input of 8 features, got \(\)"),
+        ("conv", (3, 7), r"expected images of 4 channels, got \(3, 7\)"),
+        ("conv", (1, 3, 9, 9), r"expected images of 4 channels, got \(1, 3, 9, 9\)"),
+        ("conv", (1, 4, 2, 9), "the kernel reaches over 3 x 3 pixels, more than an input of 2 x 9"),
+    ],
+)
+def test_an_input_that_does_not_fit(layer, size, told):
+    sparse = SparseLinear(dense_linear(8, 4)) if layer == "linear" else None
+    sparse = sparse or SparseConv2d(dense_conv(4, 8, 3))
+    with pytest.raises(ValueError, match=told):
+        sparse(torch.randn(size))
+
+
+def test_other_dtypes_are_refused():
+    dense = dense_linear(8, 4, dtype=torch.bfloat16)
+    assert why_not(dense) == "of dtype bfloat16"
+    with pytest.raises(ValueError, match="holds float32 or float64 weights on the CPU, got torch"):
+        SparseLinear(dense)
+
+
+def test_without_a_compiler_it_computes_densely_and_says_so_once(monkeypatch):
+    monkeypatch.setattr(layers_plan, "available", lambda: "no C compiler found")
+    for dense, x in (
+        (dense_linear(8, 4), torch.randn(3, 8)),
+        (dense_conv(4, 8, (3, 5), padding="same"), torch.randn(2, 4, 9, 9)),
+    ):
+        kind = SparseConv2d if isinstance(dense, nn.Conv2d) else SparseLinear
+        sparse = kind(dense, relu=True)
+        with pytest.warns(UserWarning, match="computes densely: no C compiler found"):
+            torch.testing.assert_close(sparse(x), dense(x).relu())
+        sparse(x)
+        assert why_not(dense) == "no C compiler found"
+
+
+@needs_kernel
+def test_traced_it_is_the_dense_layer():
+    with torch.inference_mode(False), torch.no_grad():
+        dense = dense_conv(4, 8, 3, padding=1)
+        sparse, x = SparseConv2d(dense), torch.randn(2, 4, 9, 9)
+        exported = torch.export.export(sparse, (x,)).module()
+        other = torch.randn(2, 4, 9, 9)
+        torch.testing.assert_close(exported(other), dense(other))
