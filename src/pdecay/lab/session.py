@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ class Session:
         self.model = job.model(seed)
         torch.manual_seed(derive(seed, _METHOD))
         self.run = method.start(self.model, job, lr, steps)
+        _check_plain(type(method).__name__, self.run.state_dict())
         warmup = round(job.warmup * steps / job.steps)
         self.scheduler = schedule(self.run.optimizer, steps, warmup)
         self.step = 0
@@ -92,6 +95,7 @@ class Session:
         """End the method, put the last point on the curve; the result on the whole set."""
         if not self.diverged:
             self.run.finish()
+            pdecay.prune_(self.model)  # what counts as zero is zero, in the saved weights too
         self.add_point()
         judged = self._judge(None)
         report = pdecay.sparsity(self.model)
@@ -141,3 +145,17 @@ class Session:
                 return dict(judged)
             self.diverged = True  # the last step may have been the one too much
         return {"accuracy": None, "loss": None}
+
+
+def _check_plain(name: str, state: dict[str, Any]) -> None:
+    """A state that a checkpoint could not give back is an error now, not after a crash."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(state, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError):  # what pickle says of odd objects
+        raise TypeError(
+            f"the state_dict() of {name}'s run must hold numbers, strings and tensors, and lists "
+            f"and dicts of them, or no checkpoint gives it back; got {state!r}"
+        ) from None

@@ -251,7 +251,7 @@ _RECIPES = {
             "shakespeare",
             "cpu",
             _gpt(64, 4, 4, 128, 0.0),
-            _text(32, 64),
+            _text(16, 64),
             steps=1500,
             warmup=100,
             lr=1e-2,

@@ -9,29 +9,29 @@ else: batches and dropout are functions of the seed and of the step's number.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import pickle
 import platform
 import time
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
-from pdecay.lab import bench, methods, records
+from pdecay.attach import is_decaying
+from pdecay.lab import bench, records
 from pdecay.lab.files import LockedError, lock, remove_unfinished, replacing
-from pdecay.lab.methods import Method
 from pdecay.lab.records import Record
 from pdecay.lab.session import Session
+from pdecay.lab.settings import Settings, check_whole
 from pdecay.lab.tasks import Task, task
-from pdecay.penalty import check_number
+from pdecay.paths import path_for
+
+__all__ = ["Progress", "RunError", "Settings", "StoppedError", "train"]
 
 CHECKPOINT, RECORD, WEIGHTS = "checkpoint.pt", "record.jsonl", "weights.pt"
 
@@ -55,77 +55,6 @@ class Progress(Protocol):
 
     def point(self, point: Mapping[str, Any]) -> None:
         """The model was evaluated: a point of the record's curve."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """All that decides what a run does; wrong ones are an error when they are made.
-
-    `options` are the method's own; those that are not given are filled in, so that equal runs
-    have equal settings. :meth:`of` fills in the rest too.
-    """
-
-    task: str
-    scale: str
-    method: str
-    seed: int
-    lr: float
-    steps: int
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-
-    def __post_init__(self) -> None:
-        task(self.task, self.scale)
-        _check_whole("seed", self.seed, least=0)
-        _check_whole("steps", self.steps, least=1)
-        lr = check_number("lr", self.lr)
-        if not lr:
-            raise ValueError(f"lr must be above 0, got {self.lr!r}")
-        object.__setattr__(self, "lr", lr)
-        object.__setattr__(self, "options", _full_options(self.method, self.options))
-
-    @classmethod
-    def of(
-        cls,
-        task_name: str,
-        method: str,
-        *,
-        scale: str = "cpu",
-        seed: int = 0,
-        lr: float | None = None,
-        steps: int | None = None,
-        **options: Any,
-    ) -> Settings:
-        """Settings with the task's own learning rate and steps, and the method's own options.
-
-        Example:
-            >>> settings = Settings.of("digits", "padam", lam=0.02)
-            >>> settings.lr, settings.steps, settings.options
-            (0.003, 3000, {'p': 0.8, 'lam': 0.02})
-        """
-        job = task(task_name, scale)
-        return cls(
-            task_name,
-            scale,
-            method,
-            seed,
-            job.lr if lr is None else lr,
-            job.steps if steps is None else steps,
-            options,
-        )
-
-    @property
-    def id(self) -> str:
-        """The record's id."""
-        return records.run_id(self.to_dict())
-
-    def to_dict(self) -> dict[str, Any]:
-        """The record's settings."""
-        plain = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        return {**plain, "options": dict(self.options)}
-
-    def build(self) -> Method:
-        """The method with its options."""
-        return methods.find(self.method)(**self.options)
 
 
 def train(
@@ -156,7 +85,7 @@ def train(
         StoppedError: `stop` said so.
     """
     if threads is not None:
-        _check_whole("threads", threads, least=1)
+        check_whole("threads", threads, least=1)
     if device is not None:
         _check_device(device)
     folder = Path(folder)
@@ -195,6 +124,7 @@ class _Run:
         self.started = kept.get("started", _now())
         self.seconds = kept.get("seconds", 0.0)
         self.resumed = kept["resumed"] + 1 if kept else 0
+        self.environments: list[dict[str, Any]] = kept.get("environments", [])
         self.began = time.monotonic()
 
     def complete(self, progress: Progress | None, stop: Callable[[], bool]) -> Record:
@@ -207,6 +137,7 @@ class _Run:
                 lr=settings.lr,
                 steps=settings.steps,
             )
+            self._enter(session.run.optimizer)
             if self.saved is not None:
                 session.load_state_dict(self.saved["session"])
                 self.saved = None  # the memory of a second model and its moments
@@ -221,6 +152,18 @@ class _Run:
         record = self._record(session, result)
         records.write(self.folder / RECORD, [record])
         return record
+
+    def _enter(self, optimizer: Optimizer) -> None:
+        """Note where we are; on another machine a run goes on, but no longer to the last bit."""
+        here = _environment(optimizer, self.device, self.threads)
+        if self.environments and self.environments[-1]["kernel"] != here["kernel"]:
+            raise RunError(
+                f"the run in {self.folder} took its steps by {self.environments[-1]['kernel']} and "
+                f"would take them by {here['kernel']} now, with other last bits: see what the "
+                "warning says of the C kernel, or delete the folder to start again"
+            )
+        if here not in self.environments:
+            self.environments.append(here)
 
     def _walk(self, session: Session, progress: Progress | None, stop: Callable[[], bool]) -> None:
         last_save = time.monotonic()
@@ -249,6 +192,7 @@ class _Run:
             "started": self.started,
             "seconds": self._seconds(),
             "resumed": self.resumed,
+            "environments": self.environments,
             "session": session.state_dict(),
         }
         with replacing(self.folder / CHECKPOINT) as file:
@@ -258,7 +202,7 @@ class _Run:
         return float(self.seconds + time.monotonic() - self.began)
 
     def _record(self, session: Session, result: dict[str, Any]) -> Record:
-        machine = bench.machine()
+        *before, environment = self.environments
         return {
             "schema": records.SCHEMA,
             "id": self.settings.id,
@@ -266,15 +210,7 @@ class _Run:
             "result": result,
             "curve": session.curve,
             "status": "diverged" if session.diverged else "ok",
-            "environment": {
-                "pdecay": machine["pdecay"],
-                "torch": machine["torch"],
-                "python": platform.python_version(),
-                "platform": machine["system"],
-                "processor": machine["processor"],
-                "threads": self.threads,
-                "device": self.device,
-            },
+            "environment": {**environment, "before": before} if before else environment,
             "timing": {
                 "started": self.started,
                 "finished": _now(),
@@ -282,6 +218,27 @@ class _Run:
                 "resumed": self.resumed,
             },
         }
+
+
+def _environment(optimizer: Optimizer, device: str, threads: int) -> dict[str, Any]:
+    machine = bench.machine()
+    return {
+        "pdecay": machine["pdecay"],
+        "torch": str(machine["torch"]),  # a subclass of str, which no checkpoint may hold
+        "python": platform.python_version(),
+        "platform": machine["system"],
+        "processor": machine["processor"],
+        "threads": threads,
+        "device": device,
+        "kernel": _kernel(optimizer),
+    }
+
+
+def _kernel(optimizer: Optimizer) -> str:
+    """By which of pdecay's ways the steps go; they agree to about 1e-6, not to the last bit."""
+    group = optimizer.param_groups[0]
+    path = path_for(group["params"][0], group.get("fused")) if is_decaying(optimizer) else None
+    return "torch" if path is None else path.__name__.rpartition(".")[2]
 
 
 @functools.lru_cache(maxsize=1)  # a sweep's next run has the same task: its data are read once
@@ -305,7 +262,9 @@ def _load(path: Path, settings: Settings) -> dict[str, Any] | None:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         there = saved["settings"]
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = "it has more in it than numbers and tensors"
+        if not isinstance(error, pickle.UnpicklingError):
+            reason = str(error).partition("\n")[0]
         raise RunError(
             f"{path} is no checkpoint of a run ({reason}): it was altered or cut short; delete "
             "it to start the run again"
@@ -340,41 +299,6 @@ def _kept(folder: Path, name: str, asked: Any, kept: Any, default: Any) -> Any:
             f"so: ask for {kept!r}, not {asked!r}, or choose another folder"
         )
     return kept
-
-
-def _full_options(method_name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The method's options with its own defaults, in the types that it declares."""
-    method = methods.find(method_name)
-    known = methods.options_of(method)
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        has = f"it has {', '.join(known)}" if known else "it has none"
-        raise ValueError(f"{method_name} has no option {unknown[0]!r}; {has}")
-    kinds = typing.get_type_hints(method)
-    typed = {name: _as_declared(name, value, kinds[name]) for name, value in given.items()}
-    try:
-        made = method(**typed)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{method_name}: {error}") from None
-    return {name: getattr(made, name) for name in known}
-
-
-def _as_declared(name: str, value: object, kind: object) -> object:
-    """A number as a float where a float is declared: 1 and 1.0 are the same setting."""
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, str | bool | int | float | None):
-        raise TypeError(f"option {name} must be a number or a string, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"option {name} must be finite, got {value!r}")
-    return value
-
-
-def _check_whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value!r}")
 
 
 def _check_device(device: str) -> None:
