@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -66,6 +66,7 @@ MARKS = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(MARKS)
 def test_positions_come_back_and_agree_with_the_literal_twin(marks):
     encoding, data = encoded(marks)
@@ -139,6 +140,7 @@ MASK = encoded(random_marks(4001, 0.5))
 
 
 @pytest.mark.parametrize("case", [GAPS, ZEROS, MASK], ids=["gaps", "zeros", "mask"])
+@settings(deadline=None)
 @given(data=st.data())
 def test_what_passes_the_check_decodes_to_as_many_positions_in_order_and_inside(case, data):
     encoding, good = case

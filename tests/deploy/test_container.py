@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as reference_save
 
@@ -48,6 +48,7 @@ def test_a_file_of_safetensors_own(tmp_path):
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
+@settings(deadline=None)
 @given(
     names=st.dictionaries(TEXT.filter(lambda name: name != "__metadata__"), st.integers(0, 9)),
     metadata=st.dictionaries(TEXT, TEXT, max_size=5),

@@ -73,7 +73,7 @@ TENSORS = st.builds(
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.dictionaries(NAMES, TENSORS, max_size=6))
 def test_any_state_dict_comes_back(tmp_path_factory, state):
     path = tmp_path_factory.mktemp("one") / "file"
@@ -99,8 +99,9 @@ def test_special_values_are_kept_to_the_bit(path):
     assert torch.equal(load(path)["w"].view(torch.int32), state["w"].view(torch.int32))
 
 
-@pytest.mark.parametrize("share", [0.1, 0.999])
+@pytest.mark.parametrize("share", [0.1, 0.99])
 def test_negative_zeros_are_zeros(path, share):
+    torch.manual_seed(0)
     w = torch.randn(4000) * (torch.rand(4000) < share)
     w = torch.where(torch.rand(4000) < 0.5, -w, w)
     assert (torch.signbit(w) & (w == 0)).any()

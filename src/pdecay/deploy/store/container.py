@@ -181,7 +181,10 @@ def parse_json(text: str) -> Any:
     """A piece of JSON that is known to be flat; equal keys, ``NaN`` and half characters are not."""
     try:
         value = _DECODER.decode(text)
-        for part in (*value, *value.values()) if isinstance(value, dict) else (value,):
+        parts = value if isinstance(value, list) else [value]
+        if isinstance(value, dict):
+            parts = [*value, *value.values()]
+        for part in parts:
             if isinstance(part, str):
                 part.encode()  # fails on half of a surrogate pair, which JSON can write
         return value

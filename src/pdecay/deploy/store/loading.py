@@ -160,9 +160,13 @@ def _copy(file: TensorFile, model: nn.Module, targets: Mapping[str, list[Tensor]
         return
     for name, group in targets.items():
         if group:
-            tensor = file.load(file.tensors[name])
-            for target in group:
-                target.copy_(tensor)
+            _fill(group, file.load(file.tensors[name]))
+
+
+def _fill(targets: list[Tensor], tensor: Tensor) -> None:
+    # A function of its own: its tensor is gone before the next one is loaded.
+    for target in targets:
+        target.copy_(tensor)
 
 
 def _is_live(model: nn.Module) -> bool:
