@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import pdecay
-from pdecay.cli import bench, demo, doctor, report, sweep, train
+from pdecay.cli import bench, demo, doctor, inspect, report, sweep, train
 from pdecay.cli.common import Command, UsageError
 
 COMMANDS = (
@@ -25,6 +25,7 @@ COMMANDS = (
     report.COMMAND,
     bench.COMMAND,
     doctor.COMMAND,
+    inspect.COMMAND,
 )
 
 # The packages that come with an extra of ours, by the name under which they are imported.

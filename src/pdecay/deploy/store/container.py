@@ -134,8 +134,9 @@ class Container:
         length = int.from_bytes(self.read(0, 8).tobytes(), "little")
         if length > min(self.size - 8, _MAX_HEADER):
             raise FileFormatError(
-                f"it claims a header of {length:,} bytes, and may have up to "
-                f"{min(self.size - 8, _MAX_HEADER):,}"
+                f"it claims a header of {length:,} bytes, more than the "
+                f"{min(self.size - 8, _MAX_HEADER):,} that it may have: it is damaged, or no "
+                "safetensors file"
             )
         try:
             header = self.read(8, length).tobytes().decode()

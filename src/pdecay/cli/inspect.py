@@ -1,0 +1,81 @@
+"""``pdecay inspect``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from pdecay.cli.common import Command, UsageError, check_writable
+
+_PICTURES = (".png", ".svg")
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="a file of pdecay.save, safetensors or torch.save (a state dict)",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="PICTURE",
+        help="draw the histogram of log10|w|, of all weights and by layer, to a .png or .svg",
+    )
+    parser.add_argument("--json", action="store_true", help="all numbers as JSON, and no table")
+    parser.add_argument(
+        "--threshold",
+        type=_threshold,
+        default=1e-13,
+        metavar="T",
+        help="weights with |w| < T count as zero (default: 1e-13)",
+    )
+    parser.add_argument(
+        "--key", help="for a checkpoint that holds several state dicts: which one, such as model"
+    )
+
+
+def _threshold(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
+    return value
+
+
+def _run(args: argparse.Namespace) -> int:
+    from pdecay.deploy.inspection import inspect
+    from pdecay.deploy.store import FileFormatError
+
+    if args.plot is not None:
+        if args.plot.suffix not in _PICTURES:
+            raise UsageError(f"--plot writes {' or '.join(_PICTURES)}, got {str(args.plot)!r}")
+        check_writable(args.plot.parent)
+        from pdecay.deploy.inspection import picture  # before the work: it may not be installed
+    try:
+        inspection = inspect(args.file, threshold=args.threshold, key=args.key)
+    except FileFormatError as error:
+        raise UsageError(f"{args.file}: {error}") from None
+    if args.plot is not None:
+        picture.draw(inspection, args.plot)
+    if args.json:
+        sys.stdout.write(json.dumps(inspection.to_dict(), indent=2) + "\n")
+    else:
+        sys.stdout.write(f"{inspection}\n")
+        if args.plot is not None:
+            sys.stdout.write(f"written: {args.plot}\n")
+    return 0
+
+
+COMMAND = Command(
+    "inspect",
+    "say what is in a file of weights: zeros, dead units, bytes, and how large the weights are",
+    "pdecay inspect model.safetensors --plot weights.png",
+    _arguments,
+    _run,
+)
