@@ -273,8 +273,8 @@ def test_a_run_that_goes_on_elsewhere_says_so(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"threads": 0}, "threads must be at least 1, got 0"),
-        ({"threads": 1.5}, "threads must be a whole number, got 1.5"),
+        ({"threads": 0}, "threads must be a whole number >= 1, got 0"),
+        ({"threads": 1.5}, "threads must be a whole number >= 1, got 1.5"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used here"),
         ({"device": "abacus"}, "device 'abacus' cannot be used here"),
     ],

@@ -36,6 +36,7 @@ class Session:
 
     def __init__(self, job: Task, method: Method, *, seed: int, lr: float, steps: int) -> None:
         self.job, self.seed, self.steps = job, seed, steps
+        _ = job.stream  # data that are missing are an error before anything else is done
         self.model = job.model(seed)
         torch.manual_seed(derive(seed, _METHOD))
         self.run = method.start(self.model, job, lr, steps)

@@ -12,7 +12,7 @@ from typing import Any
 from pdecay.lab import methods, records
 from pdecay.lab.methods import Method
 from pdecay.lab.tasks import task
-from pdecay.penalty import check_number
+from pdecay.penalty import check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         task(self.task, self.scale)
-        check_whole("seed", self.seed, least=0)
-        check_whole("steps", self.steps, least=1)
+        check_count("seed", self.seed, least=0)
+        check_count("steps", self.steps)
         lr = check_number("lr", self.lr)
         if not lr:
             raise ValueError(f"lr must be above 0, got {self.lr!r}")
@@ -112,11 +112,3 @@ def _as_declared(name: str, value: object, kind: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"option {name} must be finite, got {value!r}")
     return value
-
-
-def check_whole(name: str, value: object, least: int) -> None:
-    """Raise unless the value is a whole number, and not too small."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value!r}")

@@ -27,9 +27,10 @@ from pdecay.lab import bench, records
 from pdecay.lab.files import LockedError, lock, remove_unfinished, replacing
 from pdecay.lab.records import Record
 from pdecay.lab.session import Session
-from pdecay.lab.settings import Settings, check_whole
+from pdecay.lab.settings import Settings
 from pdecay.lab.tasks import Task, task
 from pdecay.paths import path_for
+from pdecay.penalty import check_count
 
 __all__ = ["Progress", "RunError", "Settings", "StoppedError", "train"]
 
@@ -85,7 +86,7 @@ def train(
         StoppedError: `stop` said so.
     """
     if threads is not None:
-        check_whole("threads", threads, least=1)
+        check_count("threads", threads)
     if device is not None:
         _check_device(device)
     folder = Path(folder)

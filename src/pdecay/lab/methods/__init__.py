@@ -8,7 +8,7 @@ import sys
 from dataclasses import fields, is_dataclass
 from typing import TypeGuard
 
-from pdecay.lab.methods.base import Method, Run
+from pdecay.lab.methods.base import Method, Run, adamw, decayed_weights
 from pdecay.lab.methods.decay import (
     AdamWMethod,
     ElasticMethod,
@@ -20,7 +20,7 @@ from pdecay.lab.methods.factorized import DWFMethod
 from pdecay.lab.methods.magnitude import GMPMethod, MPMethod
 from pdecay.lab.methods.oto import OTOMethod
 
-__all__ = ["METHODS", "Method", "Run", "find", "options_of"]
+__all__ = ["METHODS", "Method", "Run", "adamw", "decayed_weights", "find", "options_of"]
 
 METHODS: dict[str, type[Method]] = {
     "adamw": AdamWMethod,

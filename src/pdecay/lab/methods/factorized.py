@@ -20,7 +20,7 @@ from torch.optim import Adam, Optimizer
 import pdecay
 from pdecay.lab.methods.base import Method, Run
 from pdecay.lab.tasks import Task
-from pdecay.penalty import check_number
+from pdecay.penalty import check_count, check_number
 
 # Products below single precision's epsilon count as zero, as in the method's paper.
 EPSILON = torch.finfo(torch.float32).eps
@@ -45,10 +45,7 @@ class DWFMethod(Method):
     lam: float = 1e-4
 
     def __post_init__(self) -> None:
-        if isinstance(self.depth, bool) or not isinstance(self.depth, int):
-            raise TypeError(f"depth must be a whole number, got {self.depth!r}")
-        if self.depth < 2:
-            raise ValueError(f"depth must be at least 2, got {self.depth!r}")
+        check_count("depth", self.depth, least=2)
         check_number("lam", self.lam)
 
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
