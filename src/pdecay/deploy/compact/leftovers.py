@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 
 from pdecay.deploy.compact.analysis import Analysis
-from pdecay.deploy.compact.plan import Plan
+from pdecay.deploy.compact.plan import LAST, Plan
 from pdecay.deploy.compact.report import Left
 from pdecay.deploy.compact.rules import rule_for
 from pdecay.deploy.compact.surgery import Kept
 from pdecay.deploy.compact.trace import Call
+from pdecay.deploy.compact.units import FIXED
 
 _SHARED = "they share their place with units that are alive (a sum, a head or a group)"
 
@@ -42,10 +43,10 @@ def _alive(call: Call, axis: int) -> torch.Tensor:
 
 
 def _why(found: Analysis, plan: Plan, place: int) -> str:
-    units = found.units.of(place)
-    if not units:
-        return found.units.why(place) or "their number is fixed"
-    return next((plan.needed[unit] for unit in units if unit in plan.needed), _SHARED)
+    if place == FIXED:
+        return LAST  # an axis of one position
+    needed = (plan.needed.get(unit) for unit in found.units.of(place))
+    return next(filter(None, needed), None) or found.units.why(place) or _SHARED
 
 
 def _numbers_at_first(kept: Kept, weight: str, count: int, units: list[int]) -> list[int]:

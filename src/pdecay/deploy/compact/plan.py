@@ -16,6 +16,7 @@ from pdecay.deploy.compact.trace import Trace
 from pdecay.deploy.compact.units import Places, Units
 
 UNREAD, ZERO, CONSTANT = "nothing reads it", "it is zero", "it is constant"
+LAST = "a layer needs one unit"
 
 
 @dataclass(eq=False)
@@ -120,7 +121,7 @@ def _keep_one(made: Plan, trace: Trace) -> None:
         for places in axes.values():
             if len(places) > 1 and made.size(places) == 0:
                 for unit in units_of(made.units, places[:1]) & made.gone.keys():
-                    made.keep(unit, "a layer needs one unit")
+                    made.keep(unit, LAST)
                     pending = True
 
 

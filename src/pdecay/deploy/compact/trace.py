@@ -183,7 +183,10 @@ class _Recorder(TorchDispatchMode):
         values, named = tree_map(self._known, (args, kwargs))
         result = op(*args, **kwargs)
         outs = [out for out in tree_flatten(result)[0] if isinstance(out, Tensor)]
-        made = self._changed(values) if op._schema.is_mutable else [self._new(out) for out in outs]
+        if op._schema.is_mutable:
+            made = self._changed(op, values, named)
+        else:
+            made = [self._new(out) for out in outs]
         self.calls.append(Call(op, values, named, made, tuple(self._at_work)))
         return result
 
@@ -213,13 +216,14 @@ class _Recorder(TorchDispatchMode):
             return leaf
         return self._value_of.get(id(leaf)) or self._new(leaf)
 
-    def _changed(self, values: Any) -> list[Value]:
-        """What an operation in place may have changed: all that share memory with its inputs."""
-        given = [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Value)]
-        memory = {value.tensor.untyped_storage().data_ptr() for value in given}
-        return [
-            value for value in self.values if value.tensor.untyped_storage().data_ptr() in memory
-        ]
+    def _changed(self, op: OpOverload, args: Any, kwargs: Any) -> list[Value]:
+        """What an operation in place may have changed: all that lies in the same memory."""
+        written = []
+        for i, argument in enumerate(op._schema.arguments):
+            if argument.is_write:
+                written.append(args[i] if i < len(args) else kwargs.get(argument.name))
+        memory = {_memory(leaf) for leaf in tree_flatten(written)[0] if isinstance(leaf, Value)}
+        return [value for value in self.values if _memory(value) in memory]
 
     def _new(self, tensor: Tensor) -> Value:
         return self._add(Value(tensor), tensor)
@@ -228,3 +232,7 @@ class _Recorder(TorchDispatchMode):
         self.values.append(value)
         self._value_of[id(tensor)] = value
         return value
+
+
+def _memory(value: Value) -> int:
+    return value.tensor.untyped_storage().data_ptr()

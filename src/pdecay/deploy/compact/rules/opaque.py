@@ -9,6 +9,7 @@ from pdecay.deploy.compact.trace import Call
 from pdecay.deploy.compact.units import Units, fixed
 
 _UNIFORM = {"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"}
+_EMPTY = {"empty", "new_empty"}
 
 
 class Opaque(Plain):
@@ -40,13 +41,14 @@ class Opaque(Plain):
 class Factory(Opaque):
     """A tensor of one number is a constant; any other may follow the shape of the inputs.
 
-    The code that makes the former may make a smaller one as well; whether it does is seen later.
+    The code that makes the former, or an empty one, may make a smaller one as well; whether it
+    does is seen later.
     """
 
     def tie(self, call: Call, units: Units) -> None:
-        uniform = call.name in _UNIFORM
+        alike = call.name in _UNIFORM | _EMPTY
         for out in call.outs:
-            out.places = [units.fresh(n) if uniform else fixed(n) for n in out.tensor.shape]
+            out.places = [units.fresh(n) if alike else fixed(n) for n in out.tensor.shape]
 
     def vary(self, call: Call) -> None:
         for out in call.outs:

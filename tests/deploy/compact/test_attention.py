@@ -1,0 +1,139 @@
+"""Our attention for any number of heads, against torch's."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from pdecay.deploy.compact import compact
+from pdecay.deploy.compact.attention import MultiheadAttention
+
+BATCH, LENGTH, OTHER, WIDTH, HEADS = 4, 5, 7, 12, 3
+
+
+def pair(**options) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
+    torch.manual_seed(0)
+    torchs = nn.MultiheadAttention(WIDTH, HEADS, **options).eval()
+    if torchs.in_proj_bias is not None:
+        nn.init.normal_(torchs.in_proj_bias)
+    return torchs, MultiheadAttention(torchs)
+
+
+def inputs(batch_first: bool, itself: bool):
+    query = torch.randn(BATCH, LENGTH, WIDTH)
+    key = query if itself else torch.randn(BATCH, OTHER, WIDTH)
+    if not batch_first:
+        query = query.transpose(0, 1)
+        key = query if itself else key.transpose(0, 1)
+    return query, key, key
+
+
+@pytest.mark.parametrize(
+    ("batch_first", "bias", "itself"), list(itertools.product([True, False], repeat=3))
+)
+def test_it_is_torchs(batch_first, bias, itself):
+    torchs, ours = pair(batch_first=batch_first, bias=bias)
+    given = inputs(batch_first, itself)
+    keys = LENGTH if itself else OTHER
+    paddings = (None, torch.rand(BATCH, keys) < 0.3, torch.randn(BATCH, keys))
+    masks = (
+        None,
+        torch.rand(LENGTH, keys) < 0.2,
+        torch.randn(LENGTH, keys),
+        torch.randn(BATCH * HEADS, LENGTH, keys),
+    )
+    for padding, mask, weights, mean in itertools.product(paddings, masks, [0, 1], [0, 1]):
+        if padding is not None and mask is not None and padding.dtype != mask.dtype:
+            continue  # which torch discourages
+        options = {
+            "key_padding_mask": padding,
+            "attn_mask": mask,
+            "need_weights": bool(weights),
+            "average_attn_weights": bool(mean),
+        }
+        for expected, got in zip(torchs(*given, **options), ours(*given, **options), strict=True):
+            if expected is None:
+                assert got is None
+            else:
+                torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+def test_without_a_batch():
+    torchs, ours = pair()
+    x = torch.randn(LENGTH, WIDTH)
+    for expected, got in zip(torchs(x, x, x), ours(x, x, x), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_dropout_acts_in_training_only():
+    _, ours = pair(dropout=0.5)
+    x = torch.randn(LENGTH, BATCH, WIDTH)
+    for weights in (True, False):
+        assert torch.equal(*(ours(x, x, x, need_weights=weights)[0] for _ in range(2)))
+        ours.train()
+        assert not torch.equal(*(ours(x, x, x, need_weights=weights)[0] for _ in range(2)))
+        ours.eval()
+
+
+def test_a_causal_hint_needs_its_mask_as_torchs_does():
+    _, ours = pair()
+    x = torch.randn(LENGTH, BATCH, WIDTH)
+    with pytest.raises(ValueError, match="give attn_mask as well"):
+        ours(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+@pytest.mark.parametrize("training", [True, False])
+def test_it_stands_in_torchs_own_layers(kind, training):
+    torch.manual_seed(0)
+    layer = kind(WIDTH, HEADS, 8, batch_first=True, dropout=0.0)
+    layer.self_attn.out_proj.weight.data[:, :4] = 0
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    given = (x,) if kind is nn.TransformerEncoderLayer else (x, torch.randn(BATCH, 3, WIDTH))
+    layer.train(training)
+    smaller = compact(layer, given)
+    assert isinstance(smaller.self_attn, MultiheadAttention)
+    assert smaller.self_attn.num_heads == 2
+    assert smaller.self_attn.training == training
+    torch.testing.assert_close(smaller(*given), layer(*given))
+    assert set(smaller.state_dict()) == set(layer.state_dict())
+
+
+@pytest.mark.parametrize(
+    "options", [{"add_zero_attn": True}, {"add_bias_kv": True}, {"kdim": 6, "vdim": 6}]
+)
+def test_what_it_does_not_know_is_left_to_torch(options):
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, **options)
+
+        def forward(self, x, y):
+            return self.attention(x, y, y, need_weights=False)[0]
+
+    torch.manual_seed(0)
+    model = Attending()
+    model.attention.out_proj.weight.data[:, :4] = 0
+    width = options.get("kdim", WIDTH)
+    smaller = compact(model, (torch.randn(5, 2, WIDTH), torch.randn(7, 2, width)))
+    assert type(smaller.attention) is nn.MultiheadAttention
+
+
+def test_weights_that_are_returned_keep_all_heads():
+    """Their mean is over all heads, dead ones too."""
+
+    class Showing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS)
+
+        def forward(self, x):
+            return self.attention(x, x, x)
+
+    model = Showing()
+    model.attention.out_proj.weight.data[:, :4] = 0
+    smaller = compact(model, torch.randn(5, 2, WIDTH))
+    assert smaller.attention.num_heads == HEADS

@@ -1,0 +1,332 @@
+"""Where a unit looks dead and is not, or is dead and cannot go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from pdecay.deploy.compact import compact
+from pdecay.deploy.compact.inputs import Inputs
+from pdecay.deploy.compact.verify import difference, outputs
+
+from .models import trained
+
+
+class Model(nn.Module):
+    """Layers by name, and a function of them and the inputs."""
+
+    def __init__(self, forward, **layers) -> None:
+        super().__init__()
+        self._forward = forward
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, *args, **kwargs):
+        return self._forward(self, *args, **kwargs)
+
+
+def compacted(model, *example, also=()):
+    """The smaller model, after a look at more inputs than compact takes."""
+    model.eval()
+    smaller = compact(model, example)
+    for other in (example, *also):
+        inputs = Inputs.of(tuple(other))
+        assert difference(outputs(model, inputs), outputs(smaller, inputs)) < 1e-5
+    return smaller
+
+
+def reasons(model):
+    return {one.layer: one.why for one in model.compact_report.left}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def two_convolutions(constant: float, **options) -> nn.Sequential:
+    """The first one's channel 1 emits a constant."""
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Identity(), nn.Conv2d(4, 3, 3, **options))
+    model[0].weight.data[1] = 0
+    model[0].bias.data[1] = constant
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"padding": 1, "padding_mode": "reflect"}])
+def test_a_constant_moves_into_the_bias(options):
+    smaller = compacted(two_convolutions(0.7, **options), torch.randn(2, 2, 6, 6))
+    assert smaller[0].out_channels == 3
+    assert smaller.compact_report.removed == {"it is constant": 1}
+
+
+def test_a_constant_does_not_reach_into_the_padding():
+    smaller = compacted(two_convolutions(0.7, padding=1), torch.randn(2, 2, 6, 6))
+    assert smaller[0].out_channels == 4
+    assert "zeros around the image" in reasons(smaller)["0.weight"]
+
+
+def test_an_operation_in_place_that_torch_hides_is_named():
+    """torch pads a circle by copies into an empty tensor."""
+    model = two_convolutions(0.7, padding=1, padding_mode="circular")
+    smaller = compacted(model, torch.randn(2, 2, 6, 6))
+    assert smaller[0].out_channels == 4
+    assert smaller.compact_report.unknown == ("2 (copy_)",)
+
+
+def test_a_zero_does():
+    smaller = compacted(two_convolutions(0.0, padding=1), torch.randn(2, 2, 6, 6))
+    assert smaller[0].out_channels == 3
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_is_given_a_bias_if_it_has_none(bias):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Sigmoid(), nn.Linear(5, 2, bias=bias))
+    model[0].weight.data[[1, 3]] = 0  # and their biases are not
+    smaller = compacted(model, torch.randn(4, 3))
+    assert smaller[0].out_features == 3
+    assert smaller[2].bias.requires_grad
+    kept = compact(model, torch.randn(4, 3), fold=False)
+    assert kept[0].out_features == 5
+    assert reasons(kept)["0.weight"].endswith("constants are not to be moved into biases")
+
+
+def test_a_batch_norm_of_weight_zero_is_a_constant():
+    model = nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
+    )
+    trained(model)
+    model[1].weight.data[[0, 2]] = 0
+    model[1].bias.data[:3] = torch.tensor([0.5, 0.1, -0.5])
+    smaller = compacted(model, torch.randn(2, 2, 8, 8))
+    assert smaller[0].out_channels == 4
+    assert smaller.compact_report.removed == {"it is constant": 1, "it is zero": 1}
+
+
+def test_a_tap_that_this_image_never_meets_is_read_by_a_larger_one():
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 3, padding=1))
+    model[1].weight.data[:, 2, 1, 1] = 0  # all that a single pixel meets
+    smaller = compacted(model, torch.randn(2, 2, 1, 1), also=[(torch.randn(2, 2, 5, 5),)])
+    assert smaller[0].out_channels == 4
+
+
+def test_positions_that_the_example_does_not_reach_stay():
+    layers = {"positions": nn.Parameter(torch.randn(1, 9, 6)), "head": nn.Linear(6, 2)}
+    model = Model(lambda self, x: self.head(x + self.positions[:, : x.shape[1]]), **layers)
+    smaller = compacted(model, torch.randn(2, 1, 6), also=[(torch.randn(2, 9, 6),)])
+    assert smaller.positions.shape == (1, 9, 6)
+
+
+def test_a_constant_of_the_first_position_is_not_that_of_the_next():
+    def forward(self, x):
+        alone = self.mix(self.positions[:, : x.shape[1]])
+        return self.head(torch.cat([alone.expand(len(x), -1, -1), x], -1))
+
+    layers = {"mix": nn.Linear(4, 5), "head": nn.Linear(8, 2)}
+    model = Model(forward, positions=nn.Parameter(torch.randn(1, 9, 4)), **layers)
+    compacted(model, torch.randn(2, 1, 3), also=[(torch.randn(2, 9, 3),)])
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(6), nn.RMSNorm(6), nn.Softmax(-1)])
+def test_what_is_normalised_together_stays(norm):
+    model = nn.Sequential(nn.Linear(3, 6), norm, nn.Linear(6, 2))
+    model[0].weight.data[1] = 0
+    model[2].weight.data[:, 2] = 0
+    smaller = compacted(model, torch.randn(4, 3))
+    assert smaller[0].out_features == 6
+    assert "mixes all of them" in reasons(smaller)["0.weight"]
+
+
+def test_two_zeros_that_are_zero_only_together_with_another_constant():
+    """a = b = u - 1 with u = 1: neither is read, since the other is zero, yet one has to stay."""
+    model = Model(
+        lambda self, x: self.head(self.a(self.u(x)) * self.b(self.u(x)) + self.live(x)),
+        u=nn.Linear(3, 2),
+        a=nn.Linear(2, 4),
+        b=nn.Linear(2, 4),
+        live=nn.Linear(3, 4),
+        head=nn.Linear(4, 2),
+    )
+    with torch.no_grad():
+        model.u.weight.zero_()
+        model.u.bias.fill_(1)
+        for layer in (model.a, model.b):
+            layer.weight.copy_(torch.tensor([[1.0, 0.0]] * 4))
+            layer.bias.fill_(-1)
+    compacted(model, torch.randn(4, 3))
+
+
+def test_what_becomes_a_number_is_read():
+    def forward(self, x):
+        return self.head(self.body(x)) * self.scale(x).abs().max().item()
+
+    model = Model(
+        forward, body=nn.Linear(3, 4), head=nn.Linear(4, 2), scale=nn.Sequential(
+            nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
+    )  # fmt: skip
+    model.scale[2].weight.data[:, 1] = 0
+    smaller = compacted(model, torch.randn(4, 3), also=[(torch.randn(4, 3),)])
+    assert smaller.scale[0].out_features == 4
+
+
+def test_a_branch_that_the_example_decides():
+    def forward(self, x):
+        return self.head(self.one(x) if x.sum() > 0 else self.two(x))
+
+    model = Model(forward, one=nn.Linear(3, 4), two=nn.Linear(3, 4), head=nn.Linear(4, 2))
+    smaller = compacted(model, torch.ones(4, 3))
+    assert smaller.two.out_features == 4
+
+
+def test_code_that_counts_its_units():
+    """A mean by hand divides by how many there are: fewer would change it."""
+    model = Model(
+        lambda self, x: self.head(self.body(x) / self.body.weight.shape[0]),
+        body=nn.Linear(3, 6),
+        head=nn.Linear(6, 2),
+    )
+    model.head.weight.data[:, 2] = 0
+    smaller = compacted(model, torch.randn(4, 3))
+    assert smaller.body.out_features == 6
+    assert "the code of" in reasons(smaller)["body.weight"]
+
+
+def test_code_with_a_size_written_in_it():
+    model = Model(
+        lambda self, x: self.head(self.body(x).view(-1, 2, 3).flatten(1)),
+        body=nn.Linear(3, 6),
+        head=nn.Linear(6, 2),
+    )
+    model.head.weight.data[:, 3:] = 0
+    smaller = compacted(model, torch.randn(4, 3))
+    assert smaller.body.out_features == 6
+    assert "the code of the model (Model) needs this size" in reasons(smaller)["body.weight"]
+
+
+def test_a_layer_that_runs_twice():
+    model = Model(
+        lambda self, x: self.head(self.step(self.step(self.start(x)).relu())),
+        start=nn.Linear(3, 5),
+        step=nn.Linear(5, 5),
+        head=nn.Linear(5, 2),
+    )
+    model.start.weight.data[1] = 0  # a constant at first; not so after the first step
+    model.step.weight.data[:, 2] = 0
+    model.head.weight.data[:, 2] = 0
+    smaller = compacted(model, torch.randn(4, 3))
+    assert smaller.step.weight.shape == (4, 4)
+    assert smaller.start.out_features == 4
+
+
+def test_the_bias_of_the_layer_that_runs_not_of_the_one_that_shares_its_weight():
+    model = Model(
+        lambda self, x: self.runs(self.body(x).relu()),
+        body=nn.Linear(3, 5), other=nn.Linear(5, 2), runs=nn.Linear(5, 2),
+    )  # fmt: skip
+    model.runs.weight = model.other.weight
+    model.body.weight.data[1] = 0
+    model.body.bias.data[1] = 1.0
+    model.other.weight.data[:, 3] = 0
+    smaller = compacted(model, torch.randn(4, 3))
+    assert smaller.runs.weight is smaller.other.weight
+    assert smaller.body.out_features == 4
+
+
+def test_tied_embeddings_are_left_alone():
+    model = Model(
+        lambda self, tokens: self.head(self.words(tokens)),
+        words=nn.Embedding(9, 6),
+        head=nn.Linear(6, 9, bias=False),
+    )
+    model.head.weight = model.words.weight
+    model.words.weight.data[:, 2] = 0
+    smaller = compacted(model, torch.randint(0, 9, (2, 5)))
+    assert smaller.words.weight.shape == (9, 6)
+    assert smaller.head.weight is smaller.words.weight
+
+
+def test_masks_of_torch_prune_are_cut_with_the_weights():
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
+    mask = torch.ones(2, 6)
+    mask[:, 1] = 0
+    prune.custom_from_mask(model[2], "weight", mask)
+    model[2].weight = model[2].weight.detach()  # as it is after a run without gradients
+    smaller = compacted(model, torch.randn(4, 3))
+    assert smaller[0].out_features == 5
+    assert smaller[2].weight_mask.shape == smaller[2].weight_orig.shape == (2, 5)
+
+
+def test_a_weight_that_is_computed_from_all_of_it():
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
+    parametrizations.spectral_norm(model[0])
+    model[2].weight.data[:, 1] = 0
+    model(torch.randn(4, 3))
+    smaller = compacted(model, torch.randn(4, 3))
+    assert smaller[0].weight.shape == (6, 3)
+
+
+class Doubling(nn.Linear):
+    """A bias added to it would be doubled."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_layer_with_a_forward_of_its_own_takes_no_constant():
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), Doubling(5, 2))
+    model[0].weight.data[1] = 0
+    model[0].bias.data[1] = 1.0
+    smaller = compacted(model, torch.randn(4, 3))
+    assert smaller[0].out_features == 5
+    assert "no layer with a bias that compact knows" in reasons(smaller)["0.weight"]
+
+
+def test_an_operation_without_a_rule_is_named():
+    model = Model(
+        lambda self, x: self.head(torch.cdist(self.body(x), self.body(x))),
+        body=nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 4)),
+        head=nn.Linear(5, 2),
+    )
+    model.body[2].weight.data[:, 1] = 0
+    smaller = compacted(model, torch.randn(5, 3))
+    assert smaller.body[0].out_features == 5  # before it, removal goes on
+    assert any("cdist" in one for one in smaller.compact_report.unknown)
+    assert "operations without a rule" in str(smaller.compact_report)
+
+
+def test_one_unit_stays_where_all_are_dead():
+    model = Model(
+        lambda self, x: self.shortcut(x) + self.out(self.inner(x).relu()),
+        shortcut=nn.Linear(3, 2),
+        inner=nn.Linear(3, 6),
+        out=nn.Linear(6, 2),
+    )
+    model.out.weight.data.zero_()
+    smaller = compacted(model, torch.randn(4, 3))
+    assert smaller.inner.out_features == 1
+    assert reasons(smaller)["inner.weight"] == "a layer needs one unit"
+
+
+def test_a_negative_zero_is_a_zero():
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
+    model[2].weight.data[:, 1] = -0.0
+    assert compacted(model, torch.randn(4, 3))[0].out_features == 5
+
+
+def test_what_dies_with_the_dead():
+    """A unit that only dead units read, and one that only it reads."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    model[3].weight.data[:, 5] = 0
+    model[2].weight.data[:5, 4] = 0
+    model[1].weight.data[[0, 1, 2, 3, 5], 3] = 0
+    smaller = compacted(model, torch.randn(4, 6))
+    assert [layer.out_features for layer in smaller] == [5, 5, 5, 6]
+
+
+def test_a_group_of_channels_that_only_the_second_look_finds():
+    model = nn.Sequential(nn.Conv2d(2, 6, 1), nn.Conv2d(6, 6, 1, groups=2), nn.Conv2d(6, 2, 1))
+    model[2].weight.data[:, :3] = 0  # the first group is not read, and the only one to read
+    model[1].weight.data[3:, 1] = 0  # the second channel of each group
+    smaller = compacted(model, torch.randn(2, 2, 4, 4))
+    assert (smaller[1].groups, smaller[1].in_channels, smaller[0].out_channels) == (1, 2, 2)
