@@ -82,7 +82,7 @@ def test_what_an_older_report_left_is_cleared_and_nothing_else(tiny, tmp_path):
 @pytest.mark.parametrize(
     "listed",
     ["not json", '{"a": 1}', "[1]", json.dumps(["../precious.txt", "/etc/hosts", "notes.md",
-     "figures/../precious.txt", "figures/../../precious.txt", "tables/x/../../y/precious.txt"])],
+     "tables/../precious.txt", "figures/../../precious.txt", "tables/x/../../y/precious.txt"])],
 )  # fmt: skip
 def test_a_list_that_was_altered_deletes_nothing(tiny, tmp_path, listed):
     out = tmp_path / "out"
