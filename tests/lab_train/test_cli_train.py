@@ -1,4 +1,4 @@
-"""``pdecay train``: what it shows, Ctrl-C, one line for every mistake, and the documented method."""
+"""``pdecay train``: what it shows, Ctrl-C, one line for every mistake, the documented method."""
 
 from __future__ import annotations
 

@@ -8,10 +8,11 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdecay.lab import records
+from pdecay.lab import files, records
+from pdecay.lab.files import remove_unfinished, replacing
 from pdecay.lab.records import RecordError, run_id
 
 SETTINGS = {
@@ -94,6 +95,7 @@ def test_the_trade_off_is_the_papers():
 plain = st.none() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 
 
+@settings(deadline=None)  # on a busy machine
 @given(seed=st.integers(0, 2**40), lr=st.floats(0, 1), options=st.dictionaries(st.text(), plain))
 def test_every_number_comes_back_to_the_last_bit(tmp_path_factory, seed, lr, options):
     path = tmp_path_factory.mktemp("records") / "one.jsonl"
@@ -183,9 +185,9 @@ def test_paths_that_lead_nowhere(tmp_path):
 
 
 WRITER = """
-import sys
-from pdecay.lab.files import replacing
+import runpy, sys
 from pathlib import Path
+replacing = runpy.run_path(sys.argv[2])["replacing"]  # without torch, which takes a while
 path = Path(sys.argv[1])
 for size in range(10**9):
     with replacing(path) as file:
@@ -197,9 +199,11 @@ for size in range(10**9):
 
 def test_a_file_is_whole_whenever_its_writer_is_killed(tmp_path):
     path = tmp_path / "file"
-    for _ in range(4):
+    for _ in range(8):
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, bufsize=0
+            [sys.executable, "-c", WRITER, str(path), files.__file__],
+            stdout=subprocess.PIPE,
+            bufsize=0,
         )
         with writer:
             for _ in range(3):
@@ -211,8 +215,6 @@ def test_a_file_is_whole_whenever_its_writer_is_killed(tmp_path):
 
 
 def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path):
-    from pdecay.lab.files import remove_unfinished, replacing
-
     path = tmp_path / "file"
     path.write_text("old")
 

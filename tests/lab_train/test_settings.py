@@ -5,6 +5,7 @@ import math
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from pdecay.lab import methods, records
@@ -38,6 +39,7 @@ def test_the_task_gives_the_rest():
     }
 
 
+@how(deadline=None)  # on a busy machine
 @given(st.integers(0, 100))
 def test_a_whole_number_and_a_float_are_one_setting(number):
     one, other = (Settings.of("digits", "padam", lam=lam) for lam in (number, float(number)))

@@ -10,6 +10,7 @@ which is the penalty of :class:`pdecay.Lp` with the same lam.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,24 +103,27 @@ class _Factorized(Run):
                 factors.grad = others_product(factors).mul_(weight.grad)
 
 
+@torch.no_grad()
 def new_factors(weight: Tensor, depth: int) -> nn.Parameter:
-    """Random factors, stacked along a new first dimension, for a weight of this deviation."""
-    deviation = float(weight.detach().std())
+    """Random factors, stacked along a new first dimension, for a weight of this deviation.
+
+    Each is normal, with the depth-th root of the weight's deviation, and cut off on both sides of
+    zero: drawn through the distribution's inverse, so that none has to be drawn again.
+    """
+    deviation = float(weight.std())
+    scale = math.sqrt(2) * deviation ** (1 / depth)
     low = min(_SMALLEST, deviation / 2) ** (1 / depth)
     high = min(1.0, (2 * deviation) ** (1 / depth))
     factors = torch.empty((depth, *weight.shape), device=weight.device)
-    factors.normal_(std=deviation ** (1 / depth))
-    outside = (factors.abs() < low) | (factors.abs() > high)
-    while outside.any():
-        again = torch.empty(int(outside.sum()), device=weight.device)
-        factors[outside] = again.normal_(std=deviation ** (1 / depth))
-        outside = (factors.abs() < low) | (factors.abs() > high)
-    return nn.Parameter(factors)
+    factors.uniform_(math.erf(low / scale), math.erf(high / scale)).erfinv_().mul_(scale)
+    signs = torch.randint_like(factors, 2).mul_(2).sub_(1)
+    return nn.Parameter(factors.mul_(signs))
 
 
 def others_product(factors: Tensor) -> Tensor:
     """For each factor the product of all others, without a division that zero would spoil."""
-    ones = torch.ones_like(factors[:1])
-    before = torch.cat([ones, factors[:-1]]).cumprod(dim=0)
-    after = torch.cat([ones, factors[1:].flip(0)]).cumprod(dim=0).flip(0)
-    return before.mul_(after)
+    products = torch.ones_like(factors)
+    for k, factor in enumerate(factors):
+        products[:k] *= factor
+        products[k + 1 :] *= factor
+    return products
