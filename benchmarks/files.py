@@ -1,0 +1,108 @@
+"""What `pdecay.save` costs: bytes against the bound and other formats, and time. Prints Markdown.
+
+python benchmarks/files.py size      # networks, one of them trained
+python benchmarks/files.py speed     # 50 million weights, written and read; median of five
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pdecay import Lp, PAdam, SparsityTarget, param_groups, prune_
+from pdecay.deploy.store import load, save
+from pdecay.lab import digits
+from pdecay.lab.models import GPT, ResNet
+
+SPARSITIES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)
+
+
+def sizes(folder: Path) -> None:
+    print("| network | zeros | torch.save | pdecay.save | the bound | above it |")
+    print("|---|---|---|---|---|---|")
+    networks: list[tuple[str, nn.Module]] = [
+        (f"digits MLP, trained to {target:.0%}", trained_digits(target)) for target in (0.9, 0.95)
+    ]
+    for sparsity in (0.9, 0.95, 0.99):
+        networks.append(("ResNet18, 16 channels wide, random", masked(ResNet(16), sparsity)))
+        networks.append(("ResNet18, random", masked(ResNet(), sparsity)))
+        networks.append(("char-GPT, random", masked(GPT(65, 128, 4, 4, 128), sparsity)))
+    for name, model in networks:
+        torch.save(model.state_dict(), folder / "torch.pt")
+        report = save(model, folder / "file.safetensors")
+        weights = [tensor for tensor in report.tensors if len(tensor.shape) > 1]
+        zeros = sum(t.zeros for t in weights) / sum(t.size for t in weights)
+        print(
+            f"| {name} | {zeros:.1%} | {(folder / 'torch.pt').stat().st_size:,} | "
+            f"{report.nbytes:,} | {report.bound:,.0f} | {report.ratio - 1:.1%} |"
+        )
+
+
+def trained_digits(target: float, steps: int = 3000) -> nn.Module:
+    """A mask as training leaves it, which no random one is like."""
+    torch.manual_seed(0)
+    data, model = digits.load(), digits.network()
+    optimizer = PAdam(param_groups(model), lr=1e-3, decay=Lp(0.8, 1e-3))
+    control = SparsityTarget(optimizer, target, steps)
+    for _ in range(steps):
+        batch = torch.randint(len(data.train_images), (64,))
+        loss = nn.functional.cross_entropy(
+            model(data.train_images[batch]), data.train_labels[batch]
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        control.step()
+    return prune_(model)
+
+
+@torch.no_grad()
+def masked(model: nn.Module, sparsity: float) -> nn.Module:
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight *= torch.rand(weight.shape) >= sparsity
+    return model
+
+
+def speed(folder: Path) -> None:
+    torch.manual_seed(0)
+    dense = [torch.randn(1250, 4000) for _ in range(10)]
+    ours, torchs = folder / "file", folder / "torch.pt"
+    print("| zeros | save, MB/s | load, MB/s | torch.save, MB/s | torch.load, MB/s |")
+    print("|---|---|---|---|---|")
+    for sparsity in SPARSITIES:
+        state = {str(i): w * (torch.rand(w.shape) >= sparsity) for i, w in enumerate(dense)}
+        rates = [
+            rate(state, lambda state=state: save(state, ours)),
+            rate(state, lambda: load(ours, max_bytes=10**9)),
+            rate(state, lambda state=state: torch.save(state, torchs)),
+            rate(state, lambda: torch.load(torchs)),
+        ]
+        print(f"| {sparsity:.0%} | " + " | ".join(f"{r:,.0f}" for r in rates) + " |", flush=True)
+
+
+def rate(state: Mapping[str, Tensor], call: Callable[[], object]) -> float:
+    """Megabytes of dense weights a second."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return sum(w.nbytes for w in state.values()) / statistics.median(times) / 1e6
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=["size", "speed"])
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        {"size": sizes, "speed": speed}[parser.parse_args().part](Path(temporary))
