@@ -141,7 +141,7 @@ def test_state_dicts_and_conversions_change_what_it_computes():
         one.load_state_dict(state)
         torch.testing.assert_close(one(x), 2 * before)
         torch.testing.assert_close(one.double()(x.double()).float(), 2 * before)
-        with pytest.raises(ValueError, match="takes torch.float64 on the CPU"):
+        with pytest.raises(ValueError, match=r"takes torch\.float64 on the CPU"):
             one(x)
 
 

@@ -51,7 +51,7 @@ class SparseLayer(nn.Module):
     """What both layers share: the non-zeros, as buffers, and a plan for each size of input.
 
     Buffers: ``values``; ``columns``, their places in an output's flat weights; ``row``, where those
-    of each output begin; ``bias``. To change the weights, go through ``to_dense``.
+    of each output begin; ``bias``, if there is one. To change the weights, go through ``to_dense``.
 
     Args:
         layer: the dense layer; it is copied, not changed.
@@ -62,7 +62,7 @@ class SparseLayer(nn.Module):
     values: Tensor
     columns: Tensor
     row: Tensor
-    bias: Tensor
+    bias: Tensor | None
 
     def __init__(self, layer: nn.Linear | nn.Conv2d, shape: Shape, *, relu: bool) -> None:
         super().__init__()
@@ -74,14 +74,12 @@ class SparseLayer(nn.Module):
             )
         self.shape = shape
         self.relu = relu
-        self.has_bias = layer.bias is not None
-        bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach().clone()
         outputs, columns = weight.flatten(1).nonzero(as_tuple=True)
         counts = torch.bincount(outputs, minlength=len(weight))
         self.register_buffer("values", weight.flatten(1)[outputs, columns])
         self.register_buffer("columns", columns.int())
         self.register_buffer("row", functional.pad(counts.cumsum(0), (1, 0)))
-        self.register_buffer("bias", bias)
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().clone())
         self.train(layer.training)
         self._forget()
 
@@ -98,13 +96,14 @@ class SparseLayer(nn.Module):
             held |= {tensor.data_ptr(): tensor.nbytes for tensor in plan.arrays.values()}
         return sum(held.values())
 
-    def dense_weight(self) -> Tensor:
-        """The weight with its zeros, as a matrix of a row for each output."""
+    @property
+    def weight(self) -> Tensor:
+        """The weight with its zeros, made anew each time: for code that asks a layer for it."""
         outputs = torch.repeat_interleave(torch.arange(self.shape.out_channels), self.row.diff())
         columns = self.shape.weights // self.shape.out_channels
         weight = self.values.new_zeros(self.shape.out_channels, columns)
         weight[outputs, self.columns.long()] = self.values
-        return weight
+        return self._shaped(weight)
 
     def extra_repr(self) -> str:
         text = f"{self.shape.in_channels}, {self.shape.out_channels}, "
@@ -114,7 +113,11 @@ class SparseLayer(nn.Module):
 
     def _options(self) -> dict[str, Any]:
         """What the dense layer was made with, besides its sizes."""
-        return {"bias": self.has_bias}
+        return {"bias": self.bias is not None}
+
+    def _shaped(self, weight: Tensor) -> Tensor:
+        """A weight of a row for each output, as the dense layer has it."""
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
         # What is asked for at every call is kept short: layers may take ten microseconds in all.
@@ -157,7 +160,8 @@ class SparseLayer(nn.Module):
     def _forget(self) -> None:
         """Make anew what is made from the buffers; for when they change."""
         self._dtype = self.values.dtype
-        self._weight = NonZeros(self.values, self.columns, self.row, self.bias)
+        bias = self.values.new_zeros(self.shape.out_channels) if self.bias is None else self.bias
+        self._weight = NonZeros(self.values, self.columns, self.row, bias)
         self._calls: dict[torch.Size, Call] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._dense: Tensor | None = None
@@ -174,18 +178,18 @@ class SparseLayer(nn.Module):
     def _densely(self, x: Tensor) -> Tensor:
         weight = self._dense
         if weight is None:
-            weight = self.dense_weight()
+            weight = self.weight
             if not _is_traced():
                 name = type(self).__name__
                 warnings.warn(f"{name} computes densely: {self._why_dense}", stacklevel=3)
                 self._dense = weight
-        y = self._compute_densely(x, weight, self.bias if self.has_bias else None)
+        y = self._compute_densely(x, weight, self.bias)
         return y.relu() if self.relu else y
 
     def _fill(self, layer: Dense) -> Dense:
         """Give a dense layer this one's weight and bias."""
-        layer.weight = nn.Parameter(self.dense_weight().view_as(layer.weight))
-        if layer.bias is not None:
+        layer.weight = nn.Parameter(self.weight)
+        if self.bias is not None:
             layer.bias = nn.Parameter(self.bias.clone())
         return layer.train(self.training)
 
@@ -225,11 +229,12 @@ class SparseLinear(SparseLayer):
 
     def __init__(self, layer: nn.Linear, *, relu: bool = False) -> None:
         super().__init__(layer, Shape(layer.in_features, layer.out_features), relu=relu)
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
 
     def to_dense(self) -> nn.Linear:
         """An ``nn.Linear`` of the same weight; a ReLU that is part of this layer is not of it."""
-        shape = self.shape
-        return self._fill(nn.Linear(shape.in_channels, shape.out_channels, self.has_bias))
+        return self._fill(nn.Linear(self.in_features, self.out_features, self.bias is not None))
 
     def _check(self, shape: torch.Size) -> None:
         if shape[-1:] != (self.shape.in_channels,):
@@ -284,14 +289,15 @@ class SparseConv2d(SparseLayer):
             *(padding, dilation, layer.groups),
         )
         super().__init__(layer, shape, relu=relu)
+        self.in_channels = layer.in_channels
+        self.out_channels = layer.out_channels
         self.padding = layer.padding
         self.padding_mode = layer.padding_mode
         self._border = None if is_zeros else (left, right, top, bottom)
 
     def to_dense(self) -> nn.Conv2d:
         """An ``nn.Conv2d`` of the same weight; a ReLU that is part of this layer is not of it."""
-        shape = self.shape
-        return self._fill(nn.Conv2d(shape.in_channels, shape.out_channels, **self._options()))
+        return self._fill(nn.Conv2d(self.in_channels, self.out_channels, **self._options()))
 
     def forward(self, x: Tensor) -> Tensor:
         if self._border is not None:
@@ -320,15 +326,17 @@ class SparseConv2d(SparseLayer):
             "padding": self.padding,
             "dilation": self.shape.dilation,
             "groups": self.shape.groups,
-            "bias": self.has_bias,
+            "bias": self.bias is not None,
             "padding_mode": self.padding_mode,
         }
+
+    def _shaped(self, weight: Tensor) -> Tensor:
+        return weight.view(len(weight), -1, *self.shape.kernel)
 
     def _compute_densely(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         shape = self.shape
         top, left, bottom, right = shape.padding
         x = functional.pad(x, (left, right, top, bottom))
-        weight = weight.view(len(weight), -1, *shape.kernel)
         return functional.conv2d(x, weight, bias, shape.stride, 0, shape.dilation, shape.groups)
 
 

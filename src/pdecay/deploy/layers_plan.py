@@ -315,11 +315,12 @@ def _planes(shape: Shape, taps: _Taps, height: int, width: int, images: int, lan
     phase, phase_index = torch.unique(taps.y % shape.stride[0], return_inverse=True)
     shift, shift_index = torch.unique(taps.x, return_inverse=True)
     line, in_line = out_width, torch.zeros_like(taps.x)
-    aligned = len(taps.x) > _ALIGNED_PAYS * len(channels) * (len(shift) - 1)
-    if group == shape.stride[1] == 1 and out_width % lanes == 0 and len(shift) > 1 and not aligned:
-        # One plane for all shifts: its rows are as much longer as the kernel is wide.
-        line, in_line = out_width + int(taps.x.max()), taps.x
-        shift, shift_index = nothing, torch.zeros_like(taps.x)
+    fewer, fewer_index = torch.unique(taps.x % shape.stride[1], return_inverse=True)
+    aligned = len(taps.x) > _ALIGNED_PAYS * len(channels) * (len(shift) - len(fewer))
+    if group == 1 and out_width % lanes == 0 and len(shift) > len(fewer) and not aligned:
+        # One plane for several shifts: its rows are as much longer as the kernel is wide.
+        shift, shift_index, in_line = fewer, fewer_index, taps.x // shape.stride[1]
+        line = out_width + int(in_line.max())
     row = taps.y // shape.stride[0]
     rows = band + (int(row.max()) if len(row) else 0)
     kind = "line"

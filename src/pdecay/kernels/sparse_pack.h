@@ -22,13 +22,31 @@ INLINE void NAME(zero)(REAL *to, int64_t n)
     }
 }
 
-/* n numbers, zeros where the mask has zeros. Only begin .. end may be read. */
+/* from[0], from[2], ... */
+INLINE NAME(vector) NAME(every_other)(const REAL *from)
+{
+#ifdef __clang__
+    NAME(vector) x;
+    EACH(i, LANES) x[i] = from[2 * i];
+    return x;
+#else       /* __builtin_shuffle is gcc's */
+    NAME(bits) even;
+    EACH(i, LANES) even[i] = 2 * i;
+    return __builtin_shuffle(NAME(load)(from), NAME(load)(from + LANES), even);
+#endif
+}
+
+/* n numbers, zeros where the mask has zeros, each `step` numbers from the last. Only begin .. end may be read. */
 INLINE void NAME(copy)(REAL *to, const REAL *from, int64_t step, const INTEGER *mask, int64_t n, const REAL *begin,
                        const REAL *end)
 {
-    if (step == 1 && from >= begin && from + n + LANES <= end) {
+    const int inside = from >= begin && from + step * (n + LANES) <= end;
+    if (inside && step == 1) {
         for (int64_t i = 0; i < n; i += LANES)
             NAME(store)(to + i, NAME(only)(NAME(load)(from + i), *(const NAME(loose_bits) *)(mask + i)));
+    } else if (inside && step == 2) {
+        for (int64_t i = 0; i < n; i += LANES)
+            NAME(store)(to + i, NAME(only)(NAME(every_other)(from + 2 * i), *(const NAME(loose_bits) *)(mask + i)));
     } else {
         for (int64_t i = 0; i < n; i++) to[i] = mask[i] ? from[i * step] : 0;
     }
@@ -82,7 +100,7 @@ static void NAME(unpack)(const plan *plan, site site, int64_t o, const REAL *str
     }
 }
 
-#ifndef __clang__       /* __builtin_shuffle is gcc's */
+#ifndef __clang__
 /* LANES rows of LANES numbers: each round interleaves the first half of the rows with the second. */
 INLINE void NAME(transpose_square)(const REAL *from, int64_t pitch, REAL *to, int64_t to_pitch)
 {
