@@ -187,8 +187,8 @@ def test_a_run_that_diverges(tmp_path, monkeypatch, digits, in_pieces_of):
     else:
         record = train(settings, tmp_path)
     assert record["status"] == "diverged"
-    assert record["curve"][-1]["step"] == 10
-    assert record["curve"][-1]["accuracy"] is None
+    assert [point["step"] for point in record["curve"]] == [0, 2, 4, 6, 8, 10]
+    assert record["curve"][-1]["accuracy"] > 10  # the step after it was the one too much
     result = record["result"]
     assert (result["accuracy"], result["loss"], result["tradeoff"]) == (None, None, None)
     assert result["weights"] == 50_200
@@ -208,7 +208,9 @@ def test_the_last_step_may_be_the_one_too_much(tmp_path, monkeypatch, digits):
 
     blind = Blind(**{name: getattr(digits, name) for name in digits.__dataclass_fields__})
     monkeypatch.setattr(training, "_job", lambda *_: blind)
-    assert train(settings_of("adamw"), tmp_path)["status"] == "diverged"
+    record = train(settings_of("adamw"), tmp_path)
+    assert record["status"] == "diverged"
+    assert [point["step"] for point in record["curve"]] == [0]  # no use in going on
 
 
 def stopped_at(settings, folder, step, **options):
@@ -268,6 +270,18 @@ def test_a_run_that_goes_on_elsewhere_says_so(tmp_path, monkeypatch):
     environment = train(settings, tmp_path)["environment"]
     assert environment["processor"] == "Z80"
     assert [one["processor"] for one in environment["before"]] == [here["processor"]]
+
+
+def test_a_run_that_comes_home_says_where_it_was(tmp_path, monkeypatch):
+    settings = settings_of("padam")
+    home = training.bench.machine()
+    for processor in (home["processor"], "Z80"):
+        monkeypatch.setattr(training.bench, "machine", lambda p=processor: {**home, "processor": p})
+        stopped_at(settings, tmp_path, 5)
+    monkeypatch.setattr(training.bench, "machine", lambda: home)
+    environment = train(settings, tmp_path)["environment"]
+    assert environment["processor"] == home["processor"]
+    assert [one["processor"] for one in environment["before"]] == [home["processor"], "Z80"]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,8 @@ class Session:
         if not self.diverged:
             self.run.finish()
             pdecay.prune_(self.model)  # what counts as zero is zero, in the saved weights too
-        self.add_point()
+        if not self.curve or self.curve[-1]["step"] < self.step:  # else it diverged at a mark
+            self.add_point()
         judged = self._judge(None)
         report = pdecay.sparsity(self.model)
         accuracy = judged["accuracy"]

@@ -163,7 +163,7 @@ class _Run:
                 f"would take them by {here['kernel']} now, with other last bits: see what the "
                 "warning says of the C kernel, or delete the folder to start again"
             )
-        if here not in self.environments:
+        if not self.environments or self.environments[-1] != here:
             self.environments.append(here)
 
     def _walk(self, session: Session, progress: Progress | None, stop: Callable[[], bool]) -> None:
@@ -173,6 +173,8 @@ class _Run:
                 point = session.add_point()
                 if progress is not None:
                     progress.point(point)
+                if session.diverged:
+                    return
             loss = session.advance()
             if progress is not None:
                 progress.step(session.step, loss)
