@@ -204,6 +204,17 @@ def test_ties_of_the_file_fill_weights_that_the_model_does_not_tie(path):
     assert torch.equal(other.head.weight, other.embedding.weight)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_ties_under_strange_names(path, dense):
+    weight, state = torch.randn(4), {}
+    for name in ("", "format", "model", "tied:", "__metadata__"[: None if not dense else 5]):
+        state[name] = weight
+    save(state, path, dense=dense, metadata={"best": "format", "model": ""})
+    back = load(path)
+    check_same(state, back)
+    assert len({id(tensor) for tensor in back.values()}) == 1
+
+
 def test_two_views_of_one_memory_are_two_tensors(path):
     memory = torch.randn(20)
     state = {"all": memory, "half": memory[:10], "square": memory.view(4, 5), "again": memory}
@@ -236,6 +247,7 @@ def test_metadata(path, dense):
     [
         ({"a": 1}, TypeError, "must be strings, got 'a': 1"),
         ({1: "a"}, TypeError, "must be strings, got 1: 'a'"),
+        ({"tied:a": "b"}, ValueError, "may not have the key 'tied:a'"),
         ({"sparsity": "0.5"}, ValueError, "may not have the key 'sparsity'"),
         ({"a": "\ud800"}, ValueError, "must be Unicode text"),
     ],
@@ -299,6 +311,14 @@ def test_dtypes_that_an_ordinary_file_cannot_hold(path):
     with pytest.raises(ValueError, match=r"'w' has dtype torch.complex128, which safetensors"):
         save({"w": torch.zeros(3, dtype=torch.complex128)}, path, dense=True)
     assert not list(path.parent.iterdir())
+
+
+def test_the_one_name_that_an_ordinary_file_cannot_hold(path):
+    state = {"__metadata__": torch.ones(3)}
+    with pytest.raises(ValueError, match="is no name for a tensor in safetensors"):
+        save(state, path, dense=True)
+    save(state, path)
+    check_same(state, load(path))
 
 
 def test_hugging_face_loads_the_dense_file(tmp_path):
@@ -427,17 +447,19 @@ class TestMisfits:
     def test_names(self, path):
         save(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), path)
         model = nn.Sequential(OrderedDict(a=nn.Linear(3, 4)))
-        self.check(path, model, r"the file lacks a\.weight, a\.bias; the model lacks 0\.weight")
+        self.check(
+            path, model, r"the file lacks 'a\.weight', 'a\.bias'; the model lacks '0\.weight'"
+        )
         assert load(path, model, strict=False) is model
         save(nn.Linear(3, 4), path)
         weight = nn.Linear(3, 4, bias=False)
-        self.check(path, weight, "the model lacks bias")
+        self.check(path, weight, "the model lacks 'bias'")
         load(path, weight, strict=False)
         assert torch.equal(weight.weight, load(path)["weight"])
 
     def test_many_names(self, path):
         save({f"n{i}": torch.zeros(1) for i in range(50)}, path)
-        self.check(path, nn.Linear(3, 4), r"the model lacks n0, .*n7, and 42 more")
+        self.check(path, nn.Linear(3, 4), r"the model lacks 'n0', .*'n7', and 42 more")
 
     @pytest.mark.parametrize("strict", [True, False])
     def test_shapes(self, path, strict):

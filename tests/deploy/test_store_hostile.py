@@ -216,7 +216,7 @@ def test_a_model_does_not_vouch_for_other_shapes(tmp_path):
     model.register_buffer("w", torch.zeros(3))
     with pytest.raises(ValueError, match=r"'w' has shape \[1000000, 2500000\] in the file"):
         load(path, model)
-    with pytest.raises(ValueError, match="the model lacks w"):
+    with pytest.raises(ValueError, match="the model lacks 'w'"):
         load(path, nn.Linear(2, 2))
     load(path, nn.Linear(2, 2), strict=False)  # a tensor that the model lacks is not loaded
 

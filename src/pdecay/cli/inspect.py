@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         inspection = inspect(args.file, threshold=args.threshold, key=args.key)
     except FileFormatError as error:
-        raise UsageError(f"{args.file}: {error}") from None
+        raise UsageError(str(error)) from None
     if args.plot is not None:
         picture.draw(inspection, args.plot)
     if args.json:

@@ -10,6 +10,7 @@ from pdecay.deploy.inspection import histogram
 from pdecay.deploy.inspection.counts import Counts, counted, has_magnitude
 from pdecay.deploy.inspection.sources import Source, opened
 from pdecay.deploy.store.codec import bound
+from pdecay.deploy.store.container import naming
 from pdecay.penalty import check_number
 from pdecay.sparsity import _aligned
 
@@ -200,7 +201,7 @@ def inspect(
         FileFormatError: for a file that is none of these.
     """
     threshold = check_number("threshold", threshold)
-    with opened(path, key) as file:
+    with naming(path), opened(path, key) as file:
         return Inspection(
             path=os.fspath(path),
             kind=file.kind,

@@ -95,7 +95,7 @@ def encode(
         size, count: the number of elements, and of non-zeros.
     """
     mask = Encoding("mask", size, count)
-    # From 2 bits a gap on, which is all but the shortest code, half the elements cost a mask.
+    # A gap takes 2 bits or more in all codes but the shortest, which is about as long as the mask.
     if 2 * mask.coded < size:
         gaps = list(_gaps(marks(), of_zeros=2 * count > size))
         encoding = _best_rice(gaps, mask)

@@ -18,7 +18,8 @@ import re
 import reprlib
 import stat
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -39,6 +40,15 @@ _REPR.maxlist = 8
 def shown(value: object) -> str:
     """A name or a shape for an error message, which a hostile one is not to fill."""
     return _REPR.repr(value)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let an error say which file it is about."""
+    try:
+        yield
+    except FileFormatError as error:
+        raise FileFormatError(f"{os.fspath(path)}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +172,11 @@ def header_bytes(entries: Iterable[Entry], metadata: Mapping[str, str], at_least
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     length = max(len(text), at_least - 8)
     text = text.ljust(-(-length // 8) * 8)
+    if len(text) > _MAX_HEADER:
+        raise ValueError(
+            f"names and metadata take {len(text):,} bytes, more than the {_MAX_HEADER:,} that "
+            "safetensors allows: keep large metadata elsewhere"
+        )
     return len(text).to_bytes(8, "little") + text
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pdecay.deploy.store.container import FileFormatError, check_byte_order
+from pdecay.deploy.store.container import Container, check_byte_order, naming, shown
 from pdecay.deploy.store.reading import TensorFile
 from pdecay.deploy.store.table import Row
 
@@ -45,7 +44,8 @@ def load(
 
     Args:
         path: of the file.
-        model: where given, the tensors go into it, in place, wherever it is; one at a time.
+        model: where given, the tensors go into it, in place, one at a time; they take its dtypes
+            and devices.
         strict: as in ``load_state_dict``: whether names that the model or the file lacks are an
             error. Shapes that differ always are.
         max_bytes: the memory that a file may take without a model. By default 40 times the file's
@@ -64,7 +64,7 @@ def load(
         raise TypeError(f"load needs a torch.nn.Module, got {type(model).__name__}")
     if model is not None and max_bytes is not None:
         raise ValueError("max_bytes is for a load without a model: a model vouches for its shapes")
-    with _naming(path), TensorFile(path, max_bytes) as file:
+    with naming(path), TensorFile(path, max_bytes) as file:
         if model is None:
             file.check_memory()
             file.check_contents()
@@ -77,7 +77,7 @@ def load(
 
 def read_metadata(path: PathLike) -> dict[str, str]:
     """The strings that a file carries: the user's own, and what pdecay noted."""
-    with _naming(path), TensorFile(path) as file:
+    with naming(path), Container(path) as file:
         return dict(file.metadata)
 
 
@@ -85,7 +85,7 @@ def _state_dict(file: TensorFile) -> OrderedDict[str, Tensor]:
     state: OrderedDict[str, Tensor] = OrderedDict()
     for name in file.names:
         tie = file.ties.get(name)
-        state[name] = state[tie] if tie else file.load(file.tensors[name])
+        state[name] = file.load(file.tensors[name]) if tie is None else state[tie]
     return state
 
 
@@ -101,7 +101,7 @@ def _targets(
         target = state.get(name)
         if isinstance(target, Tensor):
             problem = _misfit(target, file.tensors[own].row)
-            problems += [f"{name!r} {problem}"] if problem else []
+            problems += [f"{shown(name)} {problem}"] if problem else []
             targets[own].append(target)
     if strict:
         # A weight of several names needs only one of them in the file, which is all that ordinary
@@ -110,8 +110,8 @@ def _targets(
         absent = [name for name in state if name not in file.tensors and name not in file.ties]
         missing = [name for name in absent if _memory(state[name]) not in filled]
         unexpected = [name for name in file.names if name not in state]
-        problems += [f"the file lacks {_listed(missing)}"] if missing else []
-        problems += [f"the model lacks {_listed(unexpected)}"] if unexpected else []
+        problems += [f"the file lacks {_listed(map(shown, missing))}"] if missing else []
+        problems += [f"the model lacks {_listed(map(shown, unexpected))}"] if unexpected else []
     if problems:
         raise ValueError(
             f"{os.fspath(path)}: it does not fit this {type(model).__name__}, which was left as "
@@ -138,7 +138,8 @@ def _misfit(target: Tensor, row: Row) -> str | None:
     return None
 
 
-def _listed(items: list[str], separator: str = ", ") -> str:
+def _listed(items: Iterable[str], separator: str = ", ") -> str:
+    items = list(items)
     more = [f"and {len(items) - _MOST_SHOWN:,} more"] if len(items) > _MOST_SHOWN else []
     return separator.join(items[:_MOST_SHOWN] + more)
 
@@ -165,7 +166,7 @@ def _copy(file: TensorFile, model: nn.Module, targets: Mapping[str, list[Tensor]
 
 def _fill(targets: list[Tensor], tensor: Tensor) -> None:
     # A function of its own: its tensor is gone before the next one is loaded.
-    for target in targets:
+    for target in {_memory(target): target for target in targets}.values():
         target.copy_(tensor)
 
 
@@ -181,12 +182,3 @@ def _is_live(model: nn.Module) -> bool:
         for name, tensor in model.state_dict().items()
         if not isinstance(tensor, Tensor) or tensor.numel()
     )
-
-
-@contextmanager
-def _naming(path: PathLike) -> Iterator[None]:
-    """Say which file an error is about."""
-    try:
-        yield
-    except FileFormatError as error:
-        raise FileFormatError(f"{os.fspath(path)}: {error}") from None

@@ -24,6 +24,8 @@ from pdecay.deploy.store.table import Row, Tie
 
 FORMAT = "pdecay"
 FORMAT_VERSION = "1"
+# In an ordinary file, which has a weight of two names once: the metadata say the other name.
+TIED = "tied:"
 
 # What a sparse file's header may list.
 _PARTS = {
@@ -149,10 +151,9 @@ class TensorFile(Container):
             size = (entry.end - entry.begin) // dtype.itemsize
             row = Row(entry.name, dtype, shape, Encoding("dense", size, size))
             self._add(Stored(row, entry.begin))
-        if "pdecay_version" in self.metadata:  # we say in the metadata which names are tied
-            for name, other in self.metadata.items():
-                if other in self.tensors and name not in self.tensors:
-                    self._add(Tie(name, other))
+        for key, other in self.metadata.items():
+            if key.startswith(TIED):
+                self._add(Tie(key.removeprefix(TIED), other))
 
     def _read_table(self) -> None:
         version = self.metadata.get("format_version")

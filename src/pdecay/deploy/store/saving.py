@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 import pdecay
 from pdecay.deploy.store.container import MAX_DIMENSIONS, check_byte_order
 from pdecay.deploy.store.dtypes import BY_TORCH
-from pdecay.deploy.store.reading import FORMAT, FORMAT_VERSION
+from pdecay.deploy.store.reading import FORMAT, FORMAT_VERSION, TIED
 from pdecay.deploy.store.report import SaveReport
 from pdecay.deploy.store.writing import write_dense, write_sparse
 
@@ -61,7 +61,7 @@ def save(
     own["pdecay_version"] = pdecay.__version__
     if isinstance(model, nn.Module):
         own["model"] = f"{type(model).__module__}.{type(model).__qualname__}"
-    own |= _checked_metadata(metadata or {}, state if dense else {})
+    own |= _checked_metadata(metadata or {})
     write = write_dense if dense else write_sparse
     stored, size = write(Path(path), state, own)
     memory = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
@@ -116,11 +116,11 @@ def _check(name: object, tensor: object) -> None:
         raise ValueError(f"the name {name!r} is not Unicode text: rename it") from None
 
 
-def _checked_metadata(metadata: Mapping[str, str], taken: Mapping[str, object]) -> dict[str, str]:
+def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"metadata must be strings, got {key!r}: {value!r}")
-        if key in _OURS or key in taken:
+        if key in _OURS or key.startswith(TIED):
             raise ValueError(f"metadata may not have the key {key!r}: it is pdecay's own")
         try:
             (key + value).encode()

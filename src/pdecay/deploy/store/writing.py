@@ -19,6 +19,7 @@ from pdecay.deploy.store import table
 from pdecay.deploy.store.codec import BLOCK, Bytes, Encoding, encode
 from pdecay.deploy.store.container import DTYPE_BITS, Entry, header_bytes
 from pdecay.deploy.store.dtypes import BY_TORCH, DType, to_array
+from pdecay.deploy.store.reading import TIED
 from pdecay.deploy.store.report import StoredTensor
 from pdecay.deploy.store.table import Row, Tie
 
@@ -138,6 +139,8 @@ def write_dense(
     stored = []
     for name in names:
         tensor, dtype = tensors[name], BY_TORCH[tensors[name].dtype]
+        if name == "__metadata__":
+            raise ValueError(f"{name!r} is no name for a tensor in safetensors: rename it")
         if dtype.name not in DTYPE_BITS or (dtype.packed > 1 and not tensor.ndim):
             raise ValueError(f"{name!r} has dtype {tensor.dtype}, which safetensors does not know")
         shape = tuple(tensor.shape)
@@ -149,7 +152,7 @@ def write_dense(
         )
         stored.append(StoredTensor.of(row, _count_zeros(to_array(tensor), dtype)))
     metadata = {**metadata, "sparsity": f"{_sparsity(stored):.6f}"}
-    metadata |= {name: value for name, value in state.items() if isinstance(value, str)}
+    metadata |= {f"{TIED}{name}": value for name, value in state.items() if isinstance(value, str)}
     with replacing(path) as file:
         file.write(header_bytes(_one_after_the_other(parts), metadata))
         for name in names:
