@@ -22,13 +22,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from optuna.exceptions import StorageInternalError
 from rich.console import Console
 
 from pdecay.lab import records
 from pdecay.lab.records import Record
 from pdecay.lab.sweep.locks import is_dead
 from pdecay.lab.sweep.plan import Plan
-from pdecay.lab.sweep.storage import open_storage
+from pdecay.lab.sweep.storage import open_storage, reason
 from pdecay.lab.sweep.study import Cell, StudyError, SweepStudy
 from pdecay.lab.sweep.view import View
 from pdecay.lab.sweep.watch import Watch
@@ -116,15 +117,17 @@ def sweep(
         checkpoint_every=checkpoint_every,
         grace=grace,
     )
-    try:
-        opened = SweepStudy.open(
-            open_storage(storage, out), job.study, plan, job.home, resume=resume
-        )
-    except StudyError as error:
-        raise StudyError(f"{out}: {error}" if storage is None else str(error)) from None
-    if retry_failed:
-        opened.retry_failed()
-    return _Launcher(job, opened, console or Console(quiet=True)).run(workers)
+    with open_storage(storage, out) as place:
+        try:
+            opened = SweepStudy.open(place, job.study, plan, job.home, resume=resume)
+        except StudyError as error:
+            raise StudyError(f"{out}: {error}" if storage is None else str(error)) from None
+        try:
+            if retry_failed:
+                opened.retry_failed()
+            return _Launcher(job, opened, console or Console(quiet=True)).run(workers)
+        except StorageInternalError as error:
+            raise SweepError(f"no answer from the study: {reason(error)}") from None
 
 
 class _Worker:
@@ -164,6 +167,8 @@ class _Launcher:
         self._job, self._study, self._console = job, study, console
         self._watch = Watch(job.workers, job.grace)
         self._workers: list[_Worker] = []
+        self._finished = 0
+        self._looked = 0.0
         self._written: list[str] = []
         self._deaths: Counter[tuple[str, int]] = Counter()
         self._false_starts = 0
@@ -192,14 +197,21 @@ class _Launcher:
 
     def _serve(self, view: View) -> None:
         """Listen to the workers until none is left."""
-        looked = 0.0
+        answers = True
         while self._workers:
             self._listen(view)
-            for worker in self._ended(view):
-                self._bury(worker, view)
-            if time.monotonic() - looked >= _LOOK:
-                looked = time.monotonic()
-                view.finished(sum(cell.finished for cell in self._refresh()))
+            try:
+                for worker in self._ended(view):
+                    self._bury(worker, view)
+                if time.monotonic() - self._looked >= _LOOK:
+                    self._refresh()
+                    view.finished(self._finished)
+                answers = True
+            except StorageInternalError as error:
+                if answers:
+                    view.say(f"no answer from the study, the runs go on: {reason(error)}")
+                answers = False
+                time.sleep(_LOOK)
 
     def _stop(self, view: View) -> None:
         view.say("stopping: the workers write checkpoints; once more to stop at once")
@@ -231,7 +243,9 @@ class _Launcher:
             case ("step", step):
                 view.steps(worker.place, step)
             case ("done", record):
-                view.ran(record, sum(cell.finished for cell in self._refresh()))
+                self._looked = 0.0
+                self._finished += 1
+                view.ran(record, self._finished)
             case ("error", key, error):
                 view.say(f"{self._job.plan.name(key)} raised {_last_line(error)}")
             case ("idle",):
@@ -248,22 +262,23 @@ class _Launcher:
 
     def _bury(self, worker: _Worker, view: View) -> None:
         """Take a dead worker's cell back, and put another in its place if there is work."""
-        self._workers.remove(worker)
-        worker.line.close()
-        if worker.process.exitcode != 0:
+        died = worker.process.exitcode != 0
+        if died:
             cell = self._study.claimed_by(worker.name)
             if cell is None:
                 self._false_starts += 1
             else:
                 self._mourn(worker, cell, view)
         cells = self._refresh()
+        self._workers.remove(worker)
+        worker.line.close()
         (self._job.workers / worker.name).unlink(missing_ok=True)
         if self._false_starts >= _FALSE_STARTS:
             raise SweepError(
                 f"{_FALSE_STARTS} workers in a row died before they had anything to do "
                 f"({worker.how_it_died()}): is there memory for {len(self._workers) + 1} of them?"
             )
-        if worker.process.exitcode != 0 and not all(cell.finished for cell in cells):
+        if died and not all(cell.finished for cell in cells):
             self._workers.append(_Worker(self._job, worker.place))
 
     def _mourn(self, worker: _Worker, cell: Cell, view: View) -> None:
@@ -296,6 +311,8 @@ class _Launcher:
         if done != self._written:
             records.write(self._job.out / RECORDS, self._study.records())
             self._written = done
+        self._finished = sum(cell.finished for cell in cells)
+        self._looked = time.monotonic()
         return cells
 
     def _write_errors(self, failed: dict[str, str]) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,19 @@ class StorageError(Exception):
     """The study's storage cannot be used; the message says why and what to do."""
 
 
-def open_storage(url: str | None, folder: Path) -> BaseStorage:
+@contextmanager
+def open_storage(url: str | None, folder: Path) -> Iterator[BaseStorage]:
     """The storage at a URL; without one, the journal in a sweep's folder."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # it reports each study that it makes
     if url is None:
-        return _open_journal(folder / JOURNAL)
-    # get_storage keeps finished trials in memory, where a bare RDBStorage reads them each time
-    return optuna.storages.get_storage(_open_database(with_driver(url)))
+        yield open_journal(folder)
+        return
+    database = _open_database(with_driver(url))
+    try:
+        # get_storage keeps finished trials in memory, where a bare RDBStorage reads them each time
+        yield optuna.storages.get_storage(database)
+    finally:
+        database.engine.dispose()
 
 
 def with_driver(url: str) -> str:
@@ -57,7 +65,9 @@ def with_driver(url: str) -> str:
     return f"{scheme}://{rest}"
 
 
-def _open_journal(path: Path) -> BaseStorage:
+def open_journal(folder: Path) -> BaseStorage:
+    """The journal in a sweep's folder."""
+    path = folder / JOURNAL
     try:
         return JournalStorage(JournalFileBackend(str(path), lock_obj=_JournalLock(path)))
     except (ValueError, KeyError) as error:
@@ -111,8 +121,8 @@ def _open_database(url: str) -> RDBStorage:
         options["connect_args"] = {"timeout": 60}  # seconds to wait for one's turn
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            storage = RDBStorage(url, engine_kwargs=options)
-        except (ImportError, sqlalchemy.exc.ArgumentError) as error:
+            storage = _Database(url, engine_kwargs=options)
+        except (ImportError, ValueError, sqlalchemy.exc.ArgumentError) as error:
             raise StorageError(f"{_told(url, error)}: {_cure(error)}") from None
         except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
             # Launchers that make the tables at once get into each other's way, and find them made
@@ -125,6 +135,18 @@ def _open_database(url: str) -> RDBStorage:
                 _take_turns(storage)
             return storage
     raise AssertionError("the last attempt returns or raises")
+
+
+class _Database(RDBStorage):
+    """A database whose connections are closed also if it cannot be used."""
+
+    def __init__(self, url: str, engine_kwargs: dict[str, Any]) -> None:
+        try:
+            super().__init__(url, engine_kwargs=engine_kwargs)
+        except BaseException:
+            if hasattr(self, "engine"):
+                self.engine.dispose()
+            raise
 
 
 def _take_turns(storage: RDBStorage) -> None:
@@ -144,20 +166,26 @@ def _take_turns(storage: RDBStorage) -> None:
     storage.engine.dispose()  # connections from before know nothing of this
 
 
+def reason(error: BaseException) -> str:
+    """Why a storage failed, in one line: the driver's words under all that is wrapped around."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]
+
+
 def _told(url: str, error: Exception) -> str:
-    """An error in one line, without the password."""
+    """An error, without the password."""
     try:
         shown = sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)
-    except sqlalchemy.exc.ArgumentError:
+    except (ValueError, sqlalchemy.exc.ArgumentError):
         shown = url.partition("://")[0] + "://..."
-    cause = error.__cause__ if isinstance(error, ImportError) else getattr(error, "orig", None)
-    lines = str(cause or error).strip().splitlines() or [type(error).__name__]
-    return f"--storage {shown}: {lines[0]}"
+    return f"--storage {shown}: {reason(error)}"
 
 
 def _cure(error: Exception) -> str:
     if isinstance(error, ImportError):
         return "install its driver (PostgreSQL: pip install 'pdecay[postgres]')"
-    if isinstance(error, sqlalchemy.exc.ArgumentError):
+    if isinstance(error, ValueError | sqlalchemy.exc.ArgumentError):
         return "a URL looks like postgresql://user:password@host:5432/name"
     return "is the server up, and does the database exist?"

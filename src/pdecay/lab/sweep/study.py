@@ -199,8 +199,9 @@ class SweepStudy:
         for cell in self.cells().values():
             if not cell.finished and cell.active is None:
                 self._add(cell)
-            elif cell.done and cell.active:
-                self._end(cell.active._trial_id, TrialState.FAIL)
+            for trial in cell.trials if cell.done else ():
+                if trial.state == TrialState.WAITING:
+                    self._end(trial._trial_id, TrialState.FAIL)
 
     def retry_failed(self) -> None:
         """Give the cells that were given up one more attempt."""

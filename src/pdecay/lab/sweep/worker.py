@@ -10,12 +10,12 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from optuna.exceptions import StorageInternalError
@@ -29,6 +29,9 @@ from pdecay.lab.training import Settings, StoppedError, train
 
 _IDLE = 0.5  # seconds between two looks for something to do
 _NEWS = 0.2  # seconds between two reports of steps
+_AWAY = 2.0  # seconds between two calls to a database that does not answer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,11 @@ def work(job: Job, name: str, line: Connection) -> None:
     """The life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which tells us
     torch.set_num_threads(job.threads)
-    _presence = Presence(job.workers, name)
     try:
-        storage = open_storage(job.storage, job.out)
-        study = SweepStudy(storage, job.study, job.plan, job.home)
-        _Worker(job, name, line, study).run()
+        _presence = Presence(job.workers, name)
+        with open_storage(job.storage, job.out) as storage:
+            study = SweepStudy(storage, job.study, job.plan, job.home)
+            _Worker(job, name, line, study).run()
     except Exception:
         _send(line, ("crash", traceback.format_exc()))
         raise SystemExit(1) from None
@@ -89,10 +92,10 @@ class _Worker:
 
     def run(self) -> None:
         while not self._line.poll():
-            claim = self._study.claim(self._name)
+            claim = self._patiently(lambda: self._study.claim(self._name))
             if claim is not None:
                 self._attempt(claim)
-            elif all(cell.finished for cell in self._study.cells().values()):
+            elif self._patiently(self._all_finished):
                 return
             else:  # what others run may come back to us
                 self._tell("idle")
@@ -102,18 +105,33 @@ class _Worker:
         study = self._study
         try:
             with self._pulse(claim) as lost:
-                settings = study.settings(claim)
+                settings = self._patiently(lambda: study.settings(claim))
                 record = self._train(settings, lost)
-                study.complete(claim, record)
+                self._patiently(lambda: study.complete(claim, record))
         except StoppedError:
             study.release(claim)
         except LostError:
             pass  # whoever has the claim now finds our checkpoint, or does it all again
+        except StorageInternalError:
+            raise
         except Exception:
-            study.fail(claim, traceback.format_exc())
-            self._tell("error", claim.key, traceback.format_exc())
+            error = traceback.format_exc()
+            self._patiently(lambda: study.fail(claim, error))
+            self._tell("error", claim.key, error)
         else:
             self._tell("done", record)
+
+    def _all_finished(self) -> bool:
+        return all(cell.finished for cell in self._study.cells().values())
+
+    def _patiently(self, do: Callable[[], T]) -> T:
+        """Ask the study again while it does not answer. No harm is in what it did all the same."""
+        while True:
+            try:
+                return do()
+            except StorageInternalError:
+                if self._line.poll(_AWAY):
+                    raise
 
     def _train(self, settings: Settings, lost: threading.Event) -> dict[str, Any]:
         folder = self._job.run_folder(settings.id)

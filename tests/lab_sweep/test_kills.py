@@ -1,0 +1,41 @@
+"""Twenty kills at random moments of a sweep with two workers: the records are as without them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+
+from sweep_processes import workers_of
+
+KILLS = 20
+
+
+def test_twenty_kills(processes, cells, undisturbed, pause, tmp_path, records_of, each_cell_once):
+    out, log = tmp_path / "sweep", tmp_path / "log"
+    command = ("--cells", cells, "--workers", 2, "--checkpoint-every", "0.1", "--out", out)
+    pause(0.06)
+    dice = random.Random(0)
+    launcher = processes.launch(*command, log=log)
+    killed = {"launcher": 0, "worker": 0}
+    while sum(killed.values()) < KILLS:
+        time.sleep(dice.uniform(0, 0.5))
+        assert launcher.process.is_alive(), f"over after {killed}: {log.read_text()}"
+        if dice.random() < 0.25:
+            launcher.process.kill()
+            launcher.join()
+            launcher = processes.launch(*command, "--resume", log=log)
+            killed["launcher"] += 1
+        else:
+            workers = workers_of(out)
+            for worker in dice.sample(workers, min(len(workers), dice.choice([1, 1, 2]))):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
+                    killed["worker"] += 1
+    pause(0)
+    assert launcher.join() == 0, log.read_text()
+    assert min(killed.values()) > 0
+    assert records_of(out) == undisturbed
+    each_cell_once(None, out, "sweep", cells=8)
