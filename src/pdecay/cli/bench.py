@@ -8,16 +8,17 @@ from pathlib import Path
 from pdecay.cli.common import Command, check_writable
 
 _PARTS = ("step", "growth", "train", "start")
+_DEPLOY = "deploy"  # trains networks the first time: only where asked for
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "parts",
         nargs="*",
-        choices=[*_PARTS, []],
+        choices=[*_PARTS, _DEPLOY, []],
         default=[],
         metavar="PART",
-        help=f"any of {', '.join(_PARTS)} (default: all)",
+        help=f"any of {', '.join(_PARTS)} (default: these), or {_DEPLOY}: sparse layers and models",
     )
     parser.add_argument(
         "--out",
@@ -32,16 +33,20 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pdecay.lab import bench_report
+    from pdecay.lab import bench_deploy_report, bench_report
 
     check_writable(args.out)
-    bench_report.run(args.out, args.parts or _PARTS, quick=args.quick)
+    parts = [part for part in args.parts or _PARTS if part != _DEPLOY]
+    if parts:
+        bench_report.run(args.out, parts, quick=args.quick)
+    if _DEPLOY in args.parts:
+        bench_deploy_report.run(args.out, quick=args.quick)
     return 0
 
 
 COMMAND = Command(
     "bench",
-    "measure what a step costs against torch's own optimizers, in time and memory",
+    "measure what a step costs against torch's own optimizers, and sparse models against dense",
     "pdecay bench step --out pdecay-bench",
     _arguments,
     _run,

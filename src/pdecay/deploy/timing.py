@@ -6,11 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-_TURN = 2e-3  # seconds that a function runs before it is the next one's turn
-
 
 def interleaved(
-    functions: Sequence[Callable[[], object]], *, rounds: int = 7, seconds: float = 0.1
+    functions: Sequence[Callable[[], object]],
+    *,
+    rounds: int = 7,
+    seconds: float = 0.1,
+    turn: float = 2e-3,
 ) -> list[float]:
     """The median time of a call of each function, in seconds.
 
@@ -21,11 +23,12 @@ def interleaved(
         functions: what to time.
         rounds: how many turns each has at least.
         seconds: it goes on for so long in all, in rounds.
+        turn: the seconds of a turn.
     """
     calls = []
     for function in functions:
         function()
-        calls.append(max(1, round(_TURN / max(_time(function, 1), 1e-7))))
+        calls.append(max(1, round(turn / max(_time(function, 1), 1e-7))))
     times: list[list[float]] = [[] for _ in functions]
     end = time.perf_counter() + seconds
     while len(times[0]) < rounds or time.perf_counter() < end:

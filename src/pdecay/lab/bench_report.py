@@ -67,12 +67,12 @@ def _show(console: Console, results: dict[str, Any], costs: Sequence[Cost]) -> N
     if "growth" in results:
         console.print(_growth_table(results["growth"]))
     if "training" in results:
-        table = _table("Training the char-GPT: wall time", "method", "x AdamW fused")
+        table = new_table("Training the char-GPT: wall time", "method", "x AdamW fused")
         for name, ratio in results["training"].items():
             table.add_row(name, f"{ratio:.2f}")
         console.print(table)
     if "first_use_seconds" in results:
-        table = _table("The first step of a process", "cache", "seconds")
+        table = new_table("The first step of a process", "cache", "seconds")
         for name, seconds in results["first_use_seconds"].items():
             table.add_row(name, f"{seconds:.2f}")
         console.print(table)
@@ -80,7 +80,7 @@ def _show(console: Console, results: dict[str, Any], costs: Sequence[Cost]) -> N
 
 def _step_table(costs: Sequence[Cost]) -> Table:
     title = f"{costs[0].model}: {costs[0].weights / 1e6:.1f} M weights, one step"
-    table = _table(title, "method", "p", "ms", "x fused", "extra bytes/weight")
+    table = new_table(title, "method", "p", "ms", "x fused", "extra bytes/weight")
     for cost in costs:
         table.add_row(
             cost.method,
@@ -93,7 +93,7 @@ def _step_table(costs: Sequence[Cost]) -> Table:
 
 
 def _growth_table(grown: Sequence[dict[str, Any]]) -> Table:
-    table = _table("From small to large, p = 0.8", "weights", "method", "ns/weight", "x fused")
+    table = new_table("From small to large, p = 0.8", "weights", "method", "ns/weight", "x fused")
     for one in grown:
         table.add_row(
             f"{one['weights'] / 1e6:,.0f} M",
@@ -104,7 +104,8 @@ def _growth_table(grown: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
+    """A table whose columns of numbers are to the right."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for i, column in enumerate(columns):
         numeric = i > 0 and column not in ("p", "method")
