@@ -176,6 +176,12 @@ def test_any_accuracies_have_a_scale(study, values):
     assert list(found.levels) == sorted(set(found.levels))
 
 
+def test_what_collapsed_takes_no_levels(study):
+    values = [98.4, 98.2, 98.0, 97.8, 97.6, 10.0, 10.0, 12.0]
+    runs = [record(accuracy=value, seed=seed) for seed, value in enumerate(values)]
+    assert min(scale(study(*runs).singles).levels) > 97
+
+
 def test_equal_everywhere_still_draws(study):
     surface = only(
         study(

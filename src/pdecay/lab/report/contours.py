@@ -21,6 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.tri import LinearTriInterpolator, Triangulation
 
 from pdecay.lab.records import Record
+from pdecay.lab.report import best
 from pdecay.lab.report.study import Point, Study, canonical, number, text
 
 SPARSITIES = (0.01, 0.2, 0.4, 0.8)  # the paper's lines
@@ -107,8 +108,9 @@ def surfaces(study: Study, scale: Scale) -> list[Surface]:
 
 
 def scale(points: Sequence[Point]) -> Scale:
-    """Round levels of accuracy. Failures far below the rest share one colour."""
-    values = [point.accuracy for point in points] or [0.0]
+    """Round levels of accuracy. What has collapsed, and the worst of the rest, share one colour."""
+    lost = best.collapsed(points)
+    values = [point.accuracy for point in points if point not in lost] or [0.0]
     low, high = float(np.quantile(values, 0.1)), max(values)
     ticks = MaxNLocator(_BANDS, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     inside = [float(tick) for tick in ticks if low < tick < high] or [high]
