@@ -24,7 +24,7 @@ docs: $(VENV)/dev
 	$(VENV)/bin/sphinx-build --fail-on-warning --keep-going docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) docs/_build pdecay-demo pdecay-bench
+	rm -rf $(VENV) docs/_build pdecay-demo pdecay-bench pdecay-report
 
 # One file for each set of extras that is installed, newer than what it was installed from.
 $(VENV)/lab $(VENV)/test $(VENV)/dev: pyproject.toml constraints.txt
