@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import nn
 
-from pdecay.deploy import store
-from pdecay.deploy.store import FileFormatError, load, read_metadata, save
-from pdecay.deploy.store.dtypes import BY_TORCH
+from pdecay.deployment import store
+from pdecay.deployment.store import FileFormatError, load, read_metadata, save
+from pdecay.deployment.store.dtypes import BY_TORCH
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 ENOUGH = 10**9
@@ -595,6 +595,11 @@ class TestMemoryLimit:
     @pytest.mark.parametrize("value", [torch.tensor(0.0), torch.tensor(True), torch.empty(0)])
     def test_many_tiny_tensors_load_without_a_word(self, path, count, value):
         state = {str(i): value.clone() for i in range(count)}
+        save(state, path)
+        check_same(state, load(path))
+
+    def test_many_ties_load_without_a_word(self, path):
+        state = dict.fromkeys(map(str, range(1000)), torch.ones(3))
         save(state, path)
         check_same(state, load(path))
 
