@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pdecay import Lp, PAdam, SparsityTarget, param_groups, prune_
-from pdecay.deploy.store import load, save
+from pdecay.deployment.store import load, save
 from pdecay.lab import digits
 from pdecay.lab.models import GPT, ResNet
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pdecay.deploy.store import FileFormatError, codec
-from pdecay.deploy.store.codec import Encoding, bound, check, encode, positions
+from pdecay.deployment.store import FileFormatError, codec
+from pdecay.deployment.store.codec import Encoding, bound, check, encode, positions
 
 
 def encoded(marks):

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as reference_save
 
-from pdecay.deploy.store import FileFormatError
-from pdecay.deploy.store.container import Container, Entry, header_bytes
+from pdecay.deployment.store import FileFormatError
+from pdecay.deployment.store.container import Container, Entry, header_bytes
 
 
 def write(path, header, data=b""):

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from pdecay.deploy import layers_plan, runtime
-from pdecay.deploy.compact import CompactError
-from pdecay.deploy.layers import SparseConv2d, SparseLinear
-from pdecay.deploy.runtime import deploy
+from pdecay.deployment import layers_plan, runtime
+from pdecay.deployment.compact import CompactError
+from pdecay.deployment.layers import SparseConv2d, SparseLinear
+from pdecay.deployment.runtime import deploy
 from pdecay.lab.models import CNN, GPT, MLP, ResNet
 
 pytestmark = pytest.mark.skipif(bool(layers_plan.available()), reason="no compiler")

@@ -13,8 +13,8 @@ from torch import nn
 
 import pdecay
 from pdecay import cli
-from pdecay.deploy.inspection import histogram, inspect
-from pdecay.deploy.store import FileFormatError, save
+from pdecay.deployment.inspection import histogram, inspect
+from pdecay.deployment.store import FileFormatError, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -97,7 +97,7 @@ def test_small_weights_and_the_threshold(tmp_path):
 
 
 def test_every_dtype(tmp_path):
-    from pdecay.deploy.store.dtypes import BY_TORCH
+    from pdecay.deployment.store.dtypes import BY_TORCH
 
     state = {}
     for dtype in BY_TORCH:
@@ -125,7 +125,7 @@ def test_a_file_that_claims_terabytes_is_looked_at_in_the_memory_of_the_file(tmp
     weight = torch.zeros(1000, 1000)
     weight[3, 4] = weight[3, 999] = 1
     save({"w": weight}, tmp_path / "file")
-    from pdecay.deploy.store import container, table
+    from pdecay.deployment.store import container, table
 
     with container.Container(tmp_path / "file") as file:
         entries, metadata = file.entries, file.metadata
@@ -293,9 +293,11 @@ def test_the_picture_needs_an_extra_and_the_table_does_not(capsys, tmp_path, mon
                 raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
 
     for name in list(sys.modules):
-        if name.startswith(("matplotlib", "pdecay.lab.drawing", "pdecay.deploy.inspection.pict")):
+        if name.startswith(
+            ("matplotlib", "pdecay.lab.drawing", "pdecay.deployment.inspection.pict")
+        ):
             monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(pdecay.deploy.inspection, "picture", raising=False)
+    monkeypatch.delattr(pdecay.deployment.inspection, "picture", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     save({"w": torch.ones(3)}, tmp_path / "file")
     run(capsys, tmp_path / "file")

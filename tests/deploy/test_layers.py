@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from pdecay.deploy import layers, layers_plan
-from pdecay.deploy.layers import SparseConv2d, SparseLinear, why_not
+from pdecay.deployment import layers, layers_plan
+from pdecay.deployment.layers import SparseConv2d, SparseLinear, why_not
 
 needs_kernel = pytest.mark.skipif(bool(layers_plan.available()), reason="no compiler")
 

@@ -19,7 +19,7 @@ import pytest
 import safetensors
 import torch
 
-from pdecay.deploy.store import FileFormatError, load, save
+from pdecay.deployment.store import FileFormatError, load, save
 
 FILES = int(os.environ.get("PDECAY_FUZZ", "10000"))
 SEED = int(os.environ.get("PDECAY_FUZZ_SEED", "0"))

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from pdecay.deploy.store import save
+from pdecay.deployment.store import save
 from pdecay.lab.models import GPT, MLP, ResNet
 
 SPARSITIES = [0.0, 0.01, 0.1, 0.3, 0.5, 0.6, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 0.9999]
@@ -113,7 +113,7 @@ MEASURE = """
 import json, sys, torch
 from pathlib import Path
 from torch import nn
-from pdecay.deploy.store import load, save
+from pdecay.deployment.store import load, save
 
 torch.set_num_threads(1)
 TENSOR, COUNT = 2**24, 4

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import conv2d, linear, pad
 
-from pdecay.deploy import layers_plan
-from pdecay.deploy.layers_plan import Call, NonZeros, Shape, convolution, dots
+from pdecay.deployment import layers_plan
+from pdecay.deployment.layers_plan import Call, NonZeros, Shape, convolution, dots
 
 pytestmark = pytest.mark.usefixtures("needs_native")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from pdecay.deploy import layers_plan
+from pdecay.deployment import layers_plan
 from pdecay.lab import bench_deploy, bench_deploy_report
 from pdecay.lab.data import DataError
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import pdecay
-from pdecay.cli import bench, demo, doctor, inspect, report, sweep, train
+from pdecay.cli import bench, compact, demo, doctor, export, inspect, report, sweep, train
 from pdecay.cli.common import Command, UsageError
 
 COMMANDS = (
@@ -26,10 +26,13 @@ COMMANDS = (
     bench.COMMAND,
     doctor.COMMAND,
     inspect.COMMAND,
+    compact.COMMAND,
+    export.COMMAND,
 )
 
 # The packages that come with an extra of ours, by the name under which they are imported.
 _EXTRA_OF = {"matplotlib": "lab", "optuna": "lab", "rich": "lab", "sklearn": "lab"}
+_EXTRA_OF |= dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "onnx")
 _DISTRIBUTION_OF = {"sklearn": "scikit-learn"}
 
 

@@ -49,14 +49,14 @@ def _threshold(text: str) -> float:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pdecay.deploy.inspection import inspect
-    from pdecay.deploy.store import FileFormatError
+    from pdecay.deployment.inspection import inspect
+    from pdecay.deployment.store import FileFormatError
 
     if args.plot is not None:
         if args.plot.suffix not in _PICTURES:
             raise UsageError(f"--plot writes {' or '.join(_PICTURES)}, got {str(args.plot)!r}")
         check_writable(args.plot.parent)
-        from pdecay.deploy.inspection import picture  # before the work: it may not be installed
+        from pdecay.deployment.inspection import picture  # before the work: it may not be installed
     try:
         inspection = inspect(args.file, threshold=args.threshold, key=args.key)
     except FileFormatError as error:

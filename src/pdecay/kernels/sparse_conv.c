@@ -5,7 +5,7 @@
  * that strips are contiguous, and block by block, so that the block fits a cache close by. A linear layer is a
  * convolution of images of one pixel.
  *
- * Python decides how the work is cut (pdecay/deploy/plans.py) and has checked all sizes: it is the only caller.
+ * Python decides how the work is cut (pdecay/deployment/plans.py) and has checked all sizes: it is the only caller.
  */
 #include <stdint.h>
 #include <string.h>

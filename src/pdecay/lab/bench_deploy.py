@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import pdecay
-from pdecay.deploy.layers import SparseConv2d, SparseLayer, SparseLinear
-from pdecay.deploy.runtime import DeployReport, deploy
-from pdecay.deploy.timing import interleaved
+from pdecay.deployment.layers import SparseConv2d, SparseLayer, SparseLinear
+from pdecay.deployment.runtime import DeployReport, deploy
+from pdecay.deployment.timing import interleaved
 from pdecay.lab.files import replacing
 from pdecay.lab.models import MLP, ResNet
 from pdecay.lab.schedule import schedule

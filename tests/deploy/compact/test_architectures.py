@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from pdecay.deploy.compact import compact
-from pdecay.deploy.compact.inputs import Inputs
-from pdecay.deploy.compact.verify import difference, outputs
+from pdecay.deployment.compact import compact
+from pdecay.deployment.compact.inputs import Inputs
+from pdecay.deployment.compact.verify import difference, outputs
 
 from .models import ARCHITECTURES, build, kill
 

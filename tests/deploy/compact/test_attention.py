@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pdecay.deploy.compact import compact
-from pdecay.deploy.compact.attention import MultiheadAttention
+from pdecay.deployment.compact import compact
+from pdecay.deployment.compact.attention import MultiheadAttention
 
 BATCH, LENGTH, OTHER, WIDTH, HEADS = 4, 5, 7, 12, 3
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import pdecay
 from pdecay import Lp
-from pdecay.deploy.compact import CompactError, compact
+from pdecay.deployment.compact import CompactError, compact
 
 DECAY = Lp(0.8, 1e-2)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pdecay.deploy.compact import CompactError, compact
-from pdecay.deploy.compact.compaction import _Removal
+from pdecay.deployment.compact import CompactError, compact
+from pdecay.deployment.compact.compaction import _Removal
 
 from .models import build, kill
 

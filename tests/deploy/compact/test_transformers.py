@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from pdecay.deploy.compact import compact
-from pdecay.deploy.compact.inputs import Inputs
-from pdecay.deploy.compact.trace import tensors_of
-from pdecay.deploy.compact.verify import difference, outputs
+from pdecay.deployment.compact import compact
+from pdecay.deployment.compact.inputs import Inputs
+from pdecay.deployment.compact.trace import tensors_of
+from pdecay.deployment.compact.verify import difference, outputs
 
 from .models import kill, trained
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from pdecay.deploy.compact import compact
-from pdecay.deploy.compact.inputs import Inputs
-from pdecay.deploy.compact.verify import difference, outputs
+from pdecay.deployment.compact import compact
+from pdecay.deployment.compact.inputs import Inputs
+from pdecay.deployment.compact.verify import difference, outputs
 
 from .models import trained
 

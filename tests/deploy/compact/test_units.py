@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdecay.deploy.compact.units import FIXED, Units, fixed
+from pdecay.deployment.compact.units import FIXED, Units, fixed
 
 
 def of(units, places):

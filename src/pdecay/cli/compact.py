@@ -1,0 +1,56 @@
+"""``pdecay compact``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pdecay.cli import models
+from pdecay.cli.common import Command, UsageError, check_writable
+
+_SUFFIXES = (".pt2", ".pt")
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    models.add_arguments(parser)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the smaller model: .pt2 is a program that torch.export.load runs without the "
+        "model's code, .pt the module as torch.save pickles it (default: only say what would go)",
+    )
+    parser.add_argument(
+        "--no-fold",
+        action="store_true",
+        help="leave units that are constant: move no constants into biases",
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    from pdecay.deployment.compact import CompactError, compact, report_of
+    from pdecay.deployment.compact.saving import save
+
+    if args.out is not None:
+        if args.out.suffix not in _SUFFIXES:
+            raise UsageError(f"--out writes {' or '.join(_SUFFIXES)}, got {str(args.out)!r}")
+        check_writable(args.out.parent)
+    model, example = models.model_of(args)
+    try:
+        smaller = compact(model, example, fold=not args.no_fold)
+        sys.stdout.write(f"{report_of(smaller)}\n")
+        if args.out is not None:
+            sys.stdout.write(f"\nwritten: {save(smaller, example, args.out)}\n")
+    except (CompactError, TypeError) as error:
+        raise UsageError(str(error)) from None
+    return 0
+
+
+COMMAND = Command(
+    "compact",
+    "remove the units of a model that contribute nothing; its outputs stay the same",
+    "pdecay compact my_project.training:build --weights model.safetensors --out small.pt2",
+    _arguments,
+    _run,
+)

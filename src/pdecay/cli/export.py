@@ -1,0 +1,66 @@
+"""``pdecay export``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pdecay.cli import models
+from pdecay.cli.common import Command, UsageError, check_writable
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    models.add_arguments(parser)
+    parser.add_argument(
+        "--onnx",
+        type=Path,
+        metavar="FILE",
+        help="the compacted model for ONNX Runtime, in which it is run and compared",
+    )
+    parser.add_argument(
+        "--sparse",
+        type=Path,
+        metavar="FILE",
+        help="the weights without the zeros, for pdecay.load into the model's own class",
+    )
+    parser.add_argument(
+        "--dense", type=Path, metavar="FILE", help="the weights as an ordinary safetensors file"
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    from pdecay.deployment import onnx
+    from pdecay.deployment.compact import CompactError, compact, report_of
+    from pdecay.deployment.store import save
+
+    files = [file for file in (args.onnx, args.sparse, args.dense) if file is not None]
+    if not files:
+        raise UsageError("there is nothing to write: give --onnx, --sparse or --dense")
+    for file in files:
+        check_writable(file.parent)
+    if args.onnx is not None:
+        onnx.check_installed()
+    model, example = models.model_of(args)
+    try:
+        if args.onnx is not None:
+            smaller = compact(model, example)
+            before, after = report_of(smaller).parameters
+            sys.stdout.write(f"compacted: {before:,} parameters -> {after:,}\n")
+            sys.stdout.write(f"{onnx.export(smaller, example, args.onnx)}\n")
+    except (CompactError, TypeError) as error:
+        raise UsageError(str(error)) from None
+    for file, dense in ((args.sparse, False), (args.dense, True)):
+        if file is not None:
+            written = save(model, file, dense=dense)
+            sys.stdout.write(f"{file}: {written.nbytes:,} bytes\n")
+    return 0
+
+
+COMMAND = Command(
+    "export",
+    "write a model for others: ONNX of the compacted model, or its weights, sparse or dense",
+    "pdecay export my_project.training:build --onnx model.onnx --sparse model.safetensors",
+    _arguments,
+    _run,
+)

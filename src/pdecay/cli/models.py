@@ -1,0 +1,90 @@
+"""A model from the command line: what ``pdecay compact`` and ``pdecay export`` start from."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from pdecay.cli.common import UsageError, call, kind
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="MODULE:FUNCTION, a function without arguments that returns (model, example_inputs), "
+        "or the folder of a run of pdecay train",
+    )
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="load these into the model first: of pdecay.save, safetensors, or torch.save of a "
+        "state dict",
+    )
+    parser.add_argument(
+        "--prune",
+        type=float,
+        metavar="T",
+        help="set weights with |w| < T to zero first; only exact zeros count",
+    )
+
+
+def model_of(args: argparse.Namespace) -> tuple[nn.Module, Any]:
+    """The model, with its weights, and its example."""
+    folder = Path(args.model)
+    built = _of_run(folder) if folder.is_dir() else call(args.model)
+    if not (isinstance(built, tuple | list) and len(built) == 2):
+        raise UsageError(f"{args.model} must return (model, example_inputs), got {kind(built)}")
+    model, example = built
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{args.model} must return a torch.nn.Module first, got {kind(model)}")
+    if args.weights is not None:
+        load_weights(model, args.weights)
+    if args.prune is not None:
+        import pdecay
+
+        try:
+            pdecay.prune_(model, args.prune)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"--prune: {error}") from None
+    return model, example
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a file of any kind that holds a state dict into a model."""
+    from pdecay.deployment.inspection.sources import _is_torch, _state_dict, _unpickled
+    from pdecay.deployment.store import FileFormatError, load
+
+    try:
+        if _is_torch(path):
+            model.load_state_dict(_state_dict(_unpickled(path), None))
+        else:
+            load(path, model)
+    except FileFormatError as error:
+        raise UsageError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
+    except (RuntimeError, ValueError) as error:  # it does not fit
+        raise UsageError(f"{path} does not fit the model: {' '.join(str(error).split())}") from None
+
+
+def _of_run(folder: Path) -> tuple[nn.Module, Any]:
+    """The trained model of a run, and two of the task's inputs."""
+    from pdecay.lab import records
+    from pdecay.lab.tasks import task
+    from pdecay.lab.training import RECORD, WEIGHTS
+
+    if not (folder / RECORD).is_file():
+        raise UsageError(f"{folder} holds no finished run of pdecay train: {RECORD} is not there")
+    try:
+        (record,) = records.read(folder / RECORD)
+    except (records.RecordError, ValueError) as error:
+        raise UsageError(f"{folder}: {error}") from None
+    settings = record["settings"]
+    job = task(settings["task"], settings["scale"])
+    model = job.model(settings["seed"])
+    load_weights(model, folder / WEIGHTS)
+    inputs, _ = job.batch(settings["seed"], 0)
+    return model, inputs[:2]

@@ -1,0 +1,124 @@
+"""Making a smaller model fit its own code.
+
+Most code takes sizes from the tensors at hand and runs with smaller ones. Some keeps them: heads to
+reshape to, where to split. A smaller model is run against the plan; at the first operation that is
+not as planned, attributes of the module at work that hold the old size are set to the new one, as
+long as that helps. Where none does, the units in question stay, with that reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from pdecay.deployment.compact.inputs import Inputs
+from pdecay.deployment.compact.plan import Plan, units_of
+from pdecay.deployment.compact.surgery import Attributes, smaller
+from pdecay.deployment.compact.trace import Call, Trace, record
+from pdecay.deployment.compact.verify import agree, parting
+
+
+class Fitting:
+    """The search for attributes with which a plan works out."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, trace: Trace, plan: Plan) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.trace = trace
+        self.plan = plan
+        self.attributes: Attributes = {}
+
+    def fit(self) -> nn.Module | None:
+        """The smaller model; None where units were told to stay, so that a new plan is needed."""
+        made, parts_at = self._attempt(self.attributes)
+        while parts_at is not None:
+            better = self._better(parts_at)
+            if better is None:
+                self._give_up(parts_at)
+                return None
+            self.attributes, made, parts_at = better
+        return made
+
+    def _attempt(self, attributes: Attributes) -> tuple[nn.Module, int | None]:
+        """A smaller model, and where it does not do what it should."""
+        made = smaller(self.model, self.plan, self.trace, attributes)
+        run = record(made, self.inputs)
+        expected = [value.tensor for value in self.trace.outputs]
+        if run.error is None and agree(expected, [value.tensor for value in run.outputs]):
+            return made, None
+        at = parting(self.plan, self.trace, run)
+        return made, len(self.trace.calls) - 1 if at is None else at
+
+    def _better(self, parts_at: int) -> tuple[Attributes, nn.Module, int | None] | None:
+        """Attributes with which the model gets further."""
+        for candidates in self._candidates(parts_at):
+            attributes = {**self.attributes, **candidates}
+            if attributes != self.attributes:
+                made, at = self._attempt(attributes)
+                if at is None or at > parts_at:
+                    return attributes, made, at
+        return None
+
+    def _candidates(self, parts_at: int) -> Iterator[Attributes]:
+        """Attributes that hold a size which has changed: one name at a time, then all.
+
+        What helps one module is done to all of its kind: they run the same code.
+        """
+        for module in reversed(self.trace.calls[parts_at].modules):
+            alike = dict(self._alike(parts_at, module))
+            found: dict[str, Attributes] = {}
+            for name, call in alike.items():
+                sizes = self._changed(call)
+                for attribute, size in vars(self.model.get_submodule(name)).items():
+                    if type(size) is int and size in sizes:
+                        found.setdefault(attribute, {})[name, attribute] = sizes[size]
+            yield from found.values()
+            if len(found) > 1:
+                yield {key: size for one in found.values() for key, size in one.items()}
+
+    def _alike(self, at: int, module: str) -> Iterator[tuple[str, Call]]:
+        """The same operation in every module of the same kind."""
+        calls = self._calls_in(module)
+        if self.trace.calls[at] not in calls:
+            return  # it was called outside of any module
+        index = calls.index(self.trace.calls[at])
+        kind = type(self.model.get_submodule(module))
+        for name, other in self.model.named_modules():
+            if type(other) is kind:
+                theirs = self._calls_in(name)
+                if index < len(theirs) and theirs[index].op is calls[index].op:
+                    yield name, theirs[index]
+
+    def _calls_in(self, module: str) -> list[Call]:
+        return [call for call in self.trace.calls if module in call.modules]
+
+    def _changed(self, call: Call) -> dict[int, int]:
+        sizes = {}
+        for value in (*call.ins, *call.outs):
+            for places in value.places:
+                size = self.plan.size(places)
+                if size != len(places):
+                    sizes[len(places)] = size
+        return sizes
+
+    def _give_up(self, parts_at: int) -> None:
+        """Let the units stay that the operation is about, or those of the module around it."""
+        units, gone = self.plan.units, self.plan.gone
+        call = self.trace.calls[parts_at]
+        module = call.modules[-1] if call.modules else ""
+        kind = type(self.model.get_submodule(module)).__name__
+        around = [
+            [call, *(other for _, other in self._alike(parts_at, module))],
+            *(self._calls_in(name) for name in reversed(call.modules)),
+            self.trace.calls,
+        ]
+        for calls in around:
+            values = [value for one in calls for value in (*one.ins, *one.outs)]
+            places = {int(p) for value in values for own in value.places for p in own}
+            # Of heads and their dimensions the latter first: code seldom takes fewer of those.
+            inner = {unit for place in places for unit in units.of(place)[1:]} & gone.keys()
+            stay = inner or units_of(units, places) & gone.keys()
+            if stay:
+                units.fix(stay, f"the code of {module or 'the model'} ({kind}) needs this size")
+                return

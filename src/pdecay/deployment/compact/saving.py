@@ -1,0 +1,78 @@
+"""A smaller model in a file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdecay.deployment.compact.errors import CompactError
+from pdecay.deployment.compact.inputs import Inputs
+from pdecay.deployment.compact.program import evaluating, exported, quiet
+from pdecay.deployment.compact.verify import agree, outputs
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A file that :func:`save` wrote."""
+
+    path: Path
+    nbytes: int
+    how_to_load: str
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.nbytes:,} bytes); load it with {self.how_to_load}"
+
+
+def save(model: nn.Module, example_inputs: Any, path: str | os.PathLike[str]) -> Saved:
+    """Write a model with the sizes that it has now, which its class alone would not give it.
+
+    Args:
+        model: the model.
+        example_inputs: as for :func:`compact`.
+        path: of the file. ``.pt2`` is a program of torch.export, in eval mode, which runs without
+            the code of the model's class, for batches of any size if that allows it. ``.pt`` is
+            the module itself, as ``torch.save`` pickles it.
+
+    Raises:
+        CompactError: if the model cannot be written so. Nothing is written then.
+    """
+    target = Path(path)
+    if target.suffix not in (".pt", ".pt2"):
+        raise ValueError(f"a model is written to .pt or .pt2, got {str(target)!r}")
+    inputs = Inputs.of(example_inputs)
+    part = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    try:
+        if target.suffix == ".pt2":
+            with quiet():
+                torch.export.save(exported(model, inputs).exported, part)
+                _check(model, inputs, torch.export.load(part).module())
+        else:
+            _pickle(model, part)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+    loads = {
+        ".pt2": "torch.export.load(path).module()",
+        ".pt": "torch.load(path, weights_only=False)",
+    }
+    return Saved(target, target.stat().st_size, loads[target.suffix])
+
+
+def _pickle(model: nn.Module, path: Path) -> None:
+    try:
+        torch.save(model, path)
+    except Exception as error:
+        raise CompactError(
+            f"the model cannot be pickled ({error}): write a .pt2 instead"
+        ) from error
+
+
+def _check(model: nn.Module, inputs: Inputs, program: nn.Module) -> None:
+    with evaluating(model):
+        if not agree(outputs(model, inputs), outputs(program, inputs)):
+            raise CompactError("the exported program's outputs are not the model's")

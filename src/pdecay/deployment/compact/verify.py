@@ -1,0 +1,93 @@
+"""Whether two models give the same outputs, and where two runs part."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pdecay.deployment.compact.inputs import Inputs
+from pdecay.deployment.compact.plan import Plan
+from pdecay.deployment.compact.trace import Trace, Value, tensors_of
+
+TOLERANCE = 1e-5  # relative to the largest element of an output
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """What a model returns, as a list of tensors."""
+    return [tensor.clone() for tensor in tensors_of(inputs.call(model))]
+
+
+def difference(expected: list[Tensor], got: list[Tensor]) -> float:
+    """The largest difference of two lists of outputs, each relative to its largest element.
+
+    Infinity where anything but numbers differs: shapes, types, where NaN and infinity stand.
+    """
+    if len(expected) != len(got):
+        return float("inf")
+    pairs = zip(expected, got, strict=True)
+    return max((_difference(one, other) for one, other in pairs), default=0.0)
+
+
+def agree(expected: list[Tensor], got: list[Tensor], slack: float = 1.0) -> bool:
+    """Whether all outputs are the same to 1e-5, times `slack`.
+
+    In a number format with less than that, to eight of its rounding errors.
+    """
+    if len(expected) != len(got):
+        return False
+    return all(
+        _difference(one, other) <= slack * max(TOLERANCE, 8 * _rounding(one))
+        for one, other in zip(expected, got, strict=True)
+    )
+
+
+@torch.no_grad()
+def parting(plan: Plan, trace: Trace, run: Trace) -> int | None:
+    """The first operation of a trace in which a smaller model's run is not as planned.
+
+    None where all are. A run that failed parts where it ended, at the latest.
+    """
+    for at, (call, other) in enumerate(zip(trace.calls, run.calls, strict=False)):
+        if call.op is not other.op:
+            return at
+        for value, got in zip(call.outs, other.outs, strict=True):
+            less, live = _less(plan, value, value.tensor), _less(plan, value, value.live)
+            if less.shape != got.tensor.shape:
+                return at
+            # Rounding errors may be larger on the way than in the outputs.
+            if not agree([less[live]], [got.tensor[live]], slack=100):
+                return at
+    return len(run.calls) if len(run.calls) < len(trace.calls) else None
+
+
+def _less(plan: Plan, value: Value, tensor: Tensor) -> Tensor:
+    for axis, places in enumerate(value.places):
+        kept = plan.kept(places)
+        if len(kept) != tensor.shape[axis]:
+            tensor = tensor.index_select(axis, kept.to(tensor.device))
+    return tensor
+
+
+def _rounding(tensor: Tensor) -> float:
+    numbers = tensor.is_floating_point() or tensor.is_complex()
+    return torch.finfo(tensor.dtype).eps if numbers else 0.0
+
+
+def _difference(expected: Tensor, got: Tensor) -> float:
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return float("inf")
+    if not _rounding(expected):
+        return 0.0 if torch.equal(expected, got) else float("inf")
+    finite = expected.isfinite()
+    same_elsewhere = torch.equal(finite, got.isfinite()) and torch.allclose(
+        expected[~finite], got[~finite], equal_nan=True
+    )
+    if not same_elsewhere:
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    expected, got = expected[finite], got[finite]
+    off = float((expected - got).abs().max())
+    scale = float(expected.abs().max())
+    return off / scale if scale else (float("inf") if off else 0.0)

@@ -1,0 +1,318 @@
+"""A trained model made fast: compacted, and each layer dense or sparse, whichever is faster."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
+from torch.nn.utils.parametrize import is_parametrized
+
+from pdecay.deployment.compact import CompactError, compact
+from pdecay.deployment.compact.inputs import Inputs
+from pdecay.deployment.compact.verify import difference, outputs
+from pdecay.deployment.layers import SparseConv2d, SparseLayer, SparseLinear, why_not
+from pdecay.deployment.runtime_report import DeployedLayer, DeployReport
+from pdecay.deployment.timing import interleaved
+from pdecay.deployment.wiring import LAYERS, Wiring, wiring
+
+__all__ = ["DeployReport", "DeployedLayer", "deploy"]
+
+Chosen = Literal["sparse", "smaller", "dense"]
+
+_FEW_ZEROS = 0.3  # below this share of zeros, sparse is never faster
+_MARGIN = 0.9  # of the dense time: what a sparse layer may take
+_SAME = 1e-4  # of the largest output: rounding, in another order
+_LEVEL = 1.02  # times that are as good as equal
+
+
+def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
+    """Make a sparse model fast on this machine, by measuring what is faster.
+
+    The model is compacted (:func:`pdecay.compact`), batch norms are folded into the layers before
+    them, and every linear and 2-d convolutional layer is measured, dense and sparse, on the shapes
+    that it sees on the example, with torch's number of threads. The faster one stays; dense where
+    they are close. Last, the whole model is measured against the one that was given: if it is not
+    faster, what comes back is dense.
+
+    Left dense are layers whose weight is shared, parametrized, masked or read by other code, such
+    as the output projection of ``nn.MultiheadAttention``. The report names them.
+
+    Args:
+        model: the model, as it was trained; it is left as it is. Exact zeros count
+            (:func:`pdecay.prune_` makes them).
+        example_inputs: a tensor, a tuple of arguments, or a dict of keyword arguments: of the size
+            that the model will run on.
+
+    Returns:
+        A copy for inference, in eval mode and without gradients. Its ``report`` has the times,
+        bytes and choices; ``print(model.report)`` shows them.
+
+    Raises:
+        CompactError: if the model does not run on the example.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        >>> _ = model[0].weight.data.masked_fill_(torch.rand(256, 256) < 0.95, 0.0)
+        >>> x = torch.randn(1, 256)
+        >>> deployed = deploy(model, x)
+        >>> torch.allclose(deployed(x), model(x), atol=1e-5)
+        True
+        >>> deployed.report.layers[0].name, deployed.report.layers[0].choice in ("dense", "sparse")
+        ('0', True)
+    """
+    inputs = Inputs.of(example_inputs)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"deploy needs a torch.nn.Module, got {type(model).__name__}")
+    if hasattr(model, "report"):
+        raise ValueError("the model has a `report` already, which deploy would hide: rename it")
+    smaller, notes = _compacted(model, example_inputs, inputs)
+    given = _shared_copy(model)
+    seen = wiring(smaller, inputs)
+    folded = _fold_batch_norms(smaller, seen)
+    layers, sparse = _choose(smaller, seen)
+    models: dict[Chosen, nn.Module] = {"dense": given, "smaller": smaller}
+    relus: list[str] = []
+    if sparse:
+        models["sparse"], relus = _with_sparse(smaller, sparse, seen)
+
+    expected = outputs(given, inputs)
+    off = {name: difference(expected, outputs(one, inputs)) for name, one in models.items()}
+    for name in [name for name in models if off[name] > _SAME]:
+        notes.append(f"not {name}: its outputs differ by {off[name]:.1e}, more than {_SAME:.0e}")
+        del models[name]
+    times = _times(models, inputs)
+    chosen = _fastest(times)
+    if chosen == "dense":  # of its own, not the caller's tensors
+        models["dense"] = copy.deepcopy(model).eval().requires_grad_(False)
+    if chosen != "sparse":
+        layers = [
+            replace(one, choice="dense", why="the whole model is not faster")
+            if one.choice == "sparse"
+            else one
+            for one in layers
+        ]
+    deployed = models[chosen]
+    deployed.report = DeployReport(  # type: ignore[assignment]
+        layers=tuple(layers),
+        chosen=chosen,
+        dense_time=times["dense"],
+        deployed_time=times[chosen],
+        dense_bytes=_bytes(given),
+        deployed_bytes=_bytes(deployed),
+        folded=() if chosen == "dense" else (*folded, *(relus if chosen == "sparse" else ())),
+        removed=0 if chosen == "dense" else _removed(smaller),
+        difference=off[chosen],
+        threads=torch.get_num_threads(),
+        notes=tuple(notes),
+    )
+    return deployed
+
+
+def _compacted(
+    model: nn.Module, example_inputs: Any, inputs: Inputs
+) -> tuple[nn.Module, list[str]]:
+    """The smaller model, or a copy where it cannot be had, and a note of why not."""
+    notes = []
+    try:
+        smaller = compact(model, example_inputs)
+    except CompactError as error:
+        try:
+            smaller = copy.deepcopy(model).eval()
+            outputs(smaller, inputs)
+        except Exception:  # it cannot even be copied, or does not run: that is the error to tell
+            raise error from None
+        notes.append(f"not compacted: {error}")
+    return smaller.eval().requires_grad_(False), notes
+
+
+def _shared_copy(model: nn.Module) -> nn.Module:
+    """A copy in eval mode that shares the tensors."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
+
+
+def _fold_batch_norms(model: nn.Module, seen: Wiring) -> list[str]:
+    """Make each batch norm part of the layer whose outputs alone it gets. Their names."""
+    names = {module: name for name, module in model.named_modules()}
+    found = []
+    for layer, norm in seen.next_of.items():
+        if not isinstance(layer, LAYERS) or _obstacle(model, layer, seen) or _has_hooks(norm):
+            continue
+        with torch.no_grad():
+            if isinstance(layer, nn.Conv2d) and type(norm) is nn.BatchNorm2d and _can_fold(norm):
+                fused: nn.Module = fuse_conv_bn_eval(layer, norm)
+            elif (
+                isinstance(layer, nn.Linear)
+                and type(norm) is nn.BatchNorm1d
+                and _can_fold(norm)
+                and all(len(call.shape) == 2 for call in seen.calls[layer])
+            ):
+                fused = fuse_linear_bn_eval(layer, norm)
+            else:
+                continue
+        layer.weight, layer.bias = fused.weight, fused.bias  # type: ignore[assignment]
+        layer.requires_grad_(False)
+        found.append(names[norm])
+        _replace(model, {norm: nn.Identity().eval()})
+        if norm in seen.next_of:
+            seen.next_of[layer] = seen.next_of[norm]
+        else:
+            del seen.next_of[layer]
+    return found
+
+
+def _can_fold(norm: nn.BatchNorm1d | nn.BatchNorm2d) -> bool:
+    return norm.running_mean is not None and not norm.training
+
+
+def _choose(
+    model: nn.Module, seen: Wiring
+) -> tuple[list[DeployedLayer], dict[nn.Linear | nn.Conv2d, SparseLayer]]:
+    """Measure each layer. All of them, and those that shall be sparse."""
+    rows: list[DeployedLayer] = []
+    chosen: dict[nn.Linear | nn.Conv2d, SparseLayer] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LAYERS):
+            continue
+        zeros = int((layer.weight == 0).sum())
+        row = DeployedLayer(
+            name=name,
+            kind=type(layer).__name__,
+            shape=tuple(layer.weight.shape),
+            sparsity=zeros / max(1, layer.weight.numel()),
+            choice="dense",
+            why=_obstacle(model, layer, seen) or "",
+            dense_bytes=_bytes(layer),
+        )
+        if not row.why and row.sparsity < _FEW_ZEROS:
+            row = replace(row, why="few zeros")
+        if not row.why:
+            sparse = _sparse(layer)
+            dense_time, sparse_time = _layer_times(layer, sparse, seen)
+            row = replace(
+                row,
+                sparse_bytes=sparse.nbytes,
+                dense_time=dense_time,
+                sparse_time=sparse_time,
+                why="faster",
+            )
+            if sparse_time < _MARGIN * dense_time:
+                row = replace(row, choice="sparse", why=f"{dense_time / sparse_time:.1f}x")
+                chosen[layer] = sparse
+        rows.append(row)
+    return rows, chosen
+
+
+def _obstacle(model: nn.Module, layer: nn.Linear | nn.Conv2d, seen: Wiring) -> str | None:
+    """What speaks against another layer in this one's place."""
+    if type(layer) not in LAYERS:
+        return f"a {type(layer).__name__}"
+    if is_parametrized(layer):
+        return "parametrized"
+    if _has_hooks(layer):
+        return "has hooks"
+    if layer not in seen.calls:
+        return "not called on the example"
+    if layer in seen.readers:
+        return f"its weight is read by {', '.join(sorted(seen.readers[layer]))}"
+    owners = [
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter is layer.weight
+    ]
+    modules = {id(model.get_submodule(name.rpartition(".")[0])) for name in owners}
+    if len(modules) > 1:
+        return f"a weight shared by {', '.join(owners)}"
+    return why_not(layer)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _sparse(layer: nn.Linear | nn.Conv2d, relu: bool = False) -> SparseLayer:
+    if isinstance(layer, nn.Linear):
+        return SparseLinear(layer, relu=relu)
+    return SparseConv2d(layer, relu=relu)
+
+
+@torch.inference_mode()
+def _layer_times(layer: nn.Module, sparse: nn.Module, seen: Wiring) -> tuple[float, float]:
+    """Seconds for all calls of a layer, dense and sparse."""
+    totals = [0.0, 0.0]
+    for form, count in Counter(seen.calls[layer]).items():
+        x = form.random()
+        for k, taken in enumerate(interleaved([partial(layer, x), partial(sparse, x)])):
+            totals[k] += count * taken
+    return totals[0], totals[1]
+
+
+def _with_sparse(
+    model: nn.Module, sparse: Mapping[nn.Linear | nn.Conv2d, SparseLayer], seen: Wiring
+) -> tuple[nn.Module, list[str]]:
+    """A model with the sparse layers, ReLUs made part of them; the names of the ReLUs.
+
+    What stays dense is shared with the model.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    new: dict[nn.Module, nn.Module] = {}
+    relus = []
+    for layer, one in sparse.items():
+        after = seen.next_of.get(layer)
+        if type(after) is nn.ReLU and not _has_hooks(after):
+            one = _sparse(layer, relu=True)
+            new[after] = nn.Identity().eval()
+            relus.append(names[after])
+        new[layer] = one
+    made = _shared_copy(model)
+    by_name = {names[module]: replacement for module, replacement in new.items()}
+    return _replace(made, {made.get_submodule(name): by_name[name] for name in by_name}), relus
+
+
+def _replace(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Put modules in the place of others, wherever those are; the root may be one of them."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in new:
+                setattr(parent, name, new[child])
+    return new.get(model, model)
+
+
+@torch.inference_mode()
+def _times(models: Mapping[Chosen, nn.Module], inputs: Inputs) -> dict[Chosen, float]:
+    calls = [partial(inputs.call, one) for one in models.values()]
+    return dict(zip(models, interleaved(calls, rounds=11, seconds=0.5), strict=True))
+
+
+def _fastest(times: Mapping[Chosen, float]) -> Chosen:
+    """The sparsest model that is as fast as any and faster than the one that was given."""
+    best = min(times.values())
+    order: tuple[Chosen, ...] = ("sparse", "smaller")
+    for name in order:
+        if name in times and times[name] <= min(_LEVEL * best, times["dense"]):
+            return name
+    return "dense"
+
+
+def _bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, each storage once, and of the plans of sparse layers."""
+    if isinstance(model, SparseLayer):
+        return model.nbytes
+    held = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    return sum(held.values()) + sum(
+        module.nbytes - sum(buffer.nbytes for buffer in module.buffers())
+        for module in model.modules()
+        if isinstance(module, SparseLayer)
+    )
+
+
+def _removed(model: nn.Module) -> int:
+    report = getattr(model, "compact_report", None)
+    return 0 if report is None else int(report.units)

@@ -1,0 +1,108 @@
+"""ONNX files: the same outputs in ONNX Runtime, or no file."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from pdecay.deployment import onnx
+from pdecay.deployment.compact import CompactError, compact
+
+from .compact.models import build, kill
+
+runtime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+@pytest.mark.parametrize("name", ["cnn", "attention", "encoder", "bag of words", "lstm"])
+def test_a_compacted_model_runs_in_onnx_runtime(tmp_path, name):
+    model, example = build(name)
+    kill(model, 0)
+    model.eval()
+    smaller = compact(model, example)
+    written = onnx.export(smaller, example, tmp_path / "model.onnx")
+    assert written.difference < 1e-5
+    assert written.free_batch
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+    assert written.nbytes == (tmp_path / "model.onnx").stat().st_size
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    (given,) = session.get_inputs()
+    many = torch.cat([example] * 3)  # a batch of another size
+    (got,) = session.run(None, {given.name: many.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), model(many).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_keyword_arguments_several_outputs_and_the_modes_of_the_model(tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2))
+
+        def forward(self, x, *, scale):
+            y = self.body(x) * scale
+            return {"y": y, "both": (y + 1, y.argmax(-1))}
+
+    model = Two()
+    model.body.train()
+    model.body[0].eval()
+    modes = [module.training for module in model.modules()]
+    example = {"x": torch.randn(1, 3), "scale": torch.randn(1, 1)}
+    assert onnx.export(model, example, tmp_path / "model.onnx").free_batch
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_a_model_for_one_batch_size_only(tmp_path):
+    class Fixed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.view(2, 3))
+
+    written = onnx.export(Fixed(3, 4), torch.randn(2, 3), tmp_path / "model.onnx")
+    assert not written.free_batch
+    assert "the example's batch size only" in str(written)
+
+
+def test_outputs_that_differ_are_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx, "difference", lambda expected, got: 0.1)
+    (tmp_path / "model.onnx").write_bytes(b"as it was")
+    with pytest.raises(CompactError, match=r"differ from torch's by 1.0e-01"):
+        onnx.export(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "model.onnx")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+    assert (tmp_path / "model.onnx").read_bytes() == b"as it was"
+
+
+def test_a_model_that_cannot_be_exported(tmp_path):
+    class Deciding(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else x
+
+    with pytest.raises(CompactError, match=r"torch.export does not take Deciding"):
+        onnx.export(Deciding(3, 2), torch.ones(1, 3), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_missing_package(tmp_path, monkeypatch, package):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else found(name)
+    )
+    with pytest.raises(ModuleNotFoundError, match=rf"{package} is not .* 'pdecay\[onnx\]'") as told:
+        onnx.export(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "model.onnx")
+    assert told.value.name == package
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(TypeError, match=r"needs a torch.nn.Module, got str"):
+        onnx.export("model", torch.randn(1), tmp_path / "model.onnx")
+    with pytest.raises(TypeError, match="must be a tensor, a tuple"):
+        onnx.export(nn.Linear(3, 2), 3, tmp_path / "model.onnx")
+
+
+def test_loggers_are_set_back(tmp_path):
+    level = logging.getLogger("torch.onnx").level
+    onnx.export(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "model.onnx")
+    assert logging.getLogger("torch.onnx").level == level
