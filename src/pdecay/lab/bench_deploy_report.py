@@ -29,7 +29,7 @@ _COLORS = {0.9: GREEN, 0.95: BLUE, 0.99: VERMILION}
 
 def run(out: Path, *, quick: bool, console: Console | None = None) -> None:
     """Measure, print, and write ``deploy.json``, ``deploy.png`` and trained networks to `out`."""
-    console = console or Console()
+    console = console or Console(width=max(120, Console().width))  # its tables are wide
     threads = [1] if quick or (os.cpu_count() or 1) < 2 else [1, 2]
     layers: list[LayerCost] = []
     networks: list[NetworkCost] = []
@@ -164,7 +164,7 @@ def _bars(axes: Axes, costs: Sequence[LayerCost] | Sequence[NetworkCost], title:
     axes.set_xticks(
         range(len(places)),
         [f"{_short(name)}\nbatch {batch}" for name, batch in places],
-        fontsize=8,
+        fontsize=7,
     )
     axes.set_title(f"{title}, {threads} thread{'s' * (threads > 1)}")
     shown: list[Patch | Line2D] = [
@@ -176,4 +176,6 @@ def _bars(axes: Axes, costs: Sequence[LayerCost] | Sequence[NetworkCost], title:
 
 
 def _short(name: str) -> str:
-    return name.replace(" channels", "").replace("Conv2d ", "").replace(", ", "\n", 1)
+    """A name in short lines, for a tick of its own."""
+    words = name.replace(" channels", "").replace("Conv2d ", "").replace("Linear ", "Linear\n")
+    return words.replace(", ", "\n")
