@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import optuna
@@ -63,13 +64,26 @@ def cells(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def undisturbed(processes, cells, tmp_path_factory):
-    """The records of the eight cells when nothing happens to them: all but where and when."""
+def undisturbed_sweep(processes, cells, tmp_path_factory):
+    """The records of the eight cells when nothing happens to them, and the seconds they took."""
     out = tmp_path_factory.mktemp("undisturbed")
     log = out / "log"
+    began = time.monotonic()
     launcher = processes.launch("--cells", cells, "--workers", 2, "--out", out / "sweep", log=log)
     assert launcher.join() == 0, log.read_text()
-    return essences(out / "sweep")
+    return essences(out / "sweep"), time.monotonic() - began
+
+
+@pytest.fixture(scope="session")
+def undisturbed(undisturbed_sweep):
+    """Those records."""
+    return undisturbed_sweep[0]
+
+
+@pytest.fixture(scope="session")
+def slowness(undisturbed_sweep):
+    """How many times slower this machine is than one where a cell takes half a second."""
+    return max(1.0, undisturbed_sweep[1] / 4)
 
 
 @pytest.fixture

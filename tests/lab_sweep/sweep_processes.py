@@ -47,6 +47,7 @@ class Processes:
         self._context.set_forkserver_preload(
             ["sweep_processes", "pdecay.lab.sweep", "pdecay.lab.digits", "torch._dynamo", "rich"]
         )
+        assert self.start(nothing).join() == 0  # the server's imports are no part of what follows
 
     def start(self, function, *args):
         return Line(self._context, function, args)
@@ -68,6 +69,10 @@ def launch(line, command, log, path):
     with contextlib.redirect_stdout(os.fdopen(1, "w", buffering=1, closefd=False)):
         code = cli.main(command)
     raise SystemExit(code)
+
+
+def nothing(line):
+    pass
 
 
 def hold(line, path):

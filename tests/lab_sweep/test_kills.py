@@ -13,15 +13,17 @@ from sweep_processes import workers_of
 KILLS = 20
 
 
-def test_twenty_kills(processes, cells, undisturbed, pause, tmp_path, records_of, each_cell_once):
+def test_twenty_kills(
+    processes, cells, undisturbed, slowness, pause, tmp_path, records_of, each_cell_once
+):
     out, log = tmp_path / "sweep", tmp_path / "log"
     command = ("--cells", cells, "--workers", 2, "--checkpoint-every", "0.1", "--out", out)
-    pause(0.06)
+    pause(0.06 * slowness)
     dice = random.Random(0)
     launcher = processes.launch(*command, log=log)
     killed = {"launcher": 0, "worker": 0}
     while sum(killed.values()) < KILLS:
-        time.sleep(dice.uniform(0, 0.5))
+        time.sleep(dice.uniform(0, 0.5 * slowness))
         assert launcher.process.is_alive(), f"over after {killed}: {log.read_text()}"
         if dice.random() < 0.25:
             launcher.process.kill()
