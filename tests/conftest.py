@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
-# What `attach` is given by a test that compares to the last bit.
 # The tests' tensors are tiny: threads would only wait for each other, and pytest runs in several
 # processes as it is.
 torch.set_num_threads(1)
 
+# A shell starts what it puts in the background deaf to Ctrl-C, and so would be all that we start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What `attach` is given by a test that compares to the last bit.
 EXACT: dict[str, Any] = {"fused": False}
 
 

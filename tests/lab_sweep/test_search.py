@@ -124,7 +124,7 @@ def test_another_attempt_runs_what_the_first_has_drawn():
         ({"p": [Range(-1, 1)]}, "p must be"),
         ({"lr": [Range(0, 1)]}, "lr must be above 0"),
         ({"seed": [Range(0.5, 2)]}, "seed must be a whole number"),
-        ({"method": ["dwf"], "depth": [Range(1, 4)]}, "depth must be at least 2"),
+        ({"method": ["dwf"], "depth": [Range(1, 4)]}, "depth must be a whole number >= 2"),
         ({"method": ["target"], "target": [Range(0.5, 1.5)]}, "target must be below 1"),
     ],
 )
