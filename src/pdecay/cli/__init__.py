@@ -3,8 +3,8 @@
 A module declares its arguments; what it runs is imported when it runs, so that ``--help`` never
 waits for matplotlib, and a missing extra is an error of the commands that need it only.
 
-Exit codes: 0 for success, 1 where the doctor finds an error or a sweep gave up a run, 2 for bad input
-or a missing extra, 130 where it was interrupted.
+Exit codes: 0 for success, 1 where the doctor finds an error or a sweep gave up a run, 2 for bad
+input or a missing extra, 130 where it was interrupted.
 """
 
 from __future__ import annotations
