@@ -25,7 +25,7 @@ def test_twenty_kills(
     while sum(killed.values()) < KILLS:
         time.sleep(dice.uniform(0, 0.5 * slowness))
         assert launcher.process.is_alive(), f"over after {killed}: {log.read_text()}"
-        if dice.random() < 0.25:
+        if sum(killed.values()) >= 5 * (killed["launcher"] + 1):  # a fourth of them
             launcher.process.kill()
             launcher.join()
             launcher = processes.launch(*command, "--resume", log=log)
