@@ -138,6 +138,7 @@ def test_dead_heads_go(name):
         ("GPT2LMHeadModel", "transformer.h.0.mlp.c_proj", 0),
         ("LlamaForCausalLM", "model.layers.1.mlp.down_proj", 1),
         ("ViTForImageClassification", "vit.layers.0.mlp.fc2", 1),
+        ("T5ForConditionalGeneration", "decoder.block.0.layer.2.DenseReluDense.wo", 1),
         ("ConvNextForImageClassification", "convnext.encoder.stages.1.layers.0.pwconv2", 1),
     ],
 )

@@ -137,7 +137,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(ACTIONS)
 def test_whatever_goes_tied_axes_stay_equal_and_split_ones_rectangular(actions):
     """The two promises that the rest is built on, after any history."""

@@ -22,7 +22,7 @@ from pdecay.deployment.compact.inputs import Inputs
 from pdecay.deployment.compact.leftovers import left_units
 from pdecay.deployment.compact.plan import Biases, Plan, plan
 from pdecay.deployment.compact.report import CompactReport, SmallerTensor
-from pdecay.deployment.compact.surgery import Kept, cut, holders, kept_by
+from pdecay.deployment.compact.surgery import Kept, cut, kept_by
 from pdecay.deployment.compact.trace import Trace, record
 from pdecay.deployment.compact.verify import TOLERANCE, agree, difference, outputs
 from pdecay.groups import owners_of
@@ -127,11 +127,9 @@ class _Removal:
         """Modes as they were; and buffers, which a model may count its runs in."""
         for name, module in self.model.named_modules():
             current.get_submodule(name).training = module.training
-        holding = holders(current)
         for name, buffer in self.model.named_buffers():
-            less = cut(buffer, self.kept[name]) if name in self.kept else buffer.clone()
-            for owner, own in holding[name]:
-                setattr(owner, own, less)
+            less = cut(buffer, self.kept[name]) if name in self.kept else buffer
+            current.get_buffer(name).copy_(less)
 
     def _copy(self) -> nn.Module:
         try:

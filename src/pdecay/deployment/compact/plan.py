@@ -35,7 +35,6 @@ class Plan:
     shifts: dict[str, Tensor] = field(default_factory=dict)
     needed: dict[int, str] = field(default_factory=dict)
     _goes: dict[int, bool] = field(default_factory=dict)  # answers given already
-    _kept: dict[bytes, Tensor] = field(default_factory=dict)
 
     def goes(self, place: int) -> bool:
         """Whether a place goes, as one of its units does."""
@@ -50,16 +49,11 @@ class Plan:
         del self.gone[unit]
         self.needed[unit] = why
         self._goes.clear()
-        self._kept.clear()
 
     def kept(self, places: Places) -> Tensor:
         """The positions of an axis that stay."""
-        known = self._kept.get(places.tobytes())
-        if known is None:
-            stays = [i for i, place in enumerate(places.tolist()) if not self.goes(place)]
-            known = torch.tensor(stays, dtype=torch.long)
-            self._kept[places.tobytes()] = known
-        return known
+        stays = [i for i, place in enumerate(places.tolist()) if not self.goes(place)]
+        return torch.tensor(stays, dtype=torch.long)
 
     def size(self, places: Places) -> int:
         return len(self.kept(places))
@@ -153,18 +147,13 @@ def _no_bias(
     layer = model.get_submodule(owner)
     if name != "weight" or not _adds_bias(layer):
         return f"{owner or weight} is no layer with a bias that compact knows"
-    bias = layer._parameters["bias"]
-    if bias is None:
-        return f"{owner or weight} {biases.value}" if biases is Biases.OWN else None
-    every = (param for _, param in model.named_parameters(remove_duplicate=False))
-    shared = sum(param is bias for param in every) > 1
-    return f"{owner or weight} shares its bias with another layer" if shared else None
+    if biases is Biases.OWN and getattr(layer, "bias", None) is None:
+        return f"{owner or weight} {biases.value}"
+    return None
 
 
 def _adds_bias(layer: nn.Module) -> bool:
     """Whether a layer adds a bias to its sums, or would if it had one."""
-    if "bias" not in layer._parameters:
-        return False  # it is computed, as torch's prune and parametrize do
     known = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     if isinstance(layer, known):
         # A subclass may do as it likes in a forward of its own.

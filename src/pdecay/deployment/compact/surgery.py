@@ -25,22 +25,14 @@ def kept_by(plan: Plan, trace: Trace) -> Kept:
     return kept
 
 
-def counts_by(plan: Plan, trace: Trace, model: nn.Module) -> Attributes:
-    """The modules' attributes that count groups or channels which may have gone."""
+def counts_by(plan: Plan, trace: Trace) -> Attributes:
+    """The modules' attributes that count groups which may have gone."""
     found: Attributes = {}
-    seen: set[str] = set()
     for call in trace.calls:
-        module = call.modules[-1] if call.modules else ""
-        counted = rule_for(call).sizes(call, plan.units)
-        layer = model.get_submodule(module)
-        if isinstance(layer, nn.modules.instancenorm._InstanceNorm) and module not in seen:
-            # Without parameters there is nothing but its input to tell how many channels it has.
-            counted = {"num_features": call.ins[0].places[-layer._get_no_batch_dim()]}
-        seen.add(module)
-        for attribute, places in counted.items():
+        for attribute, places in rule_for(call).sizes(call, plan.units).items():
             size = plan.size(places)
-            if size != len(places):
-                found[module, attribute] = size
+            if size != len(places) and call.modules:
+                found[call.modules[-1], attribute] = size
     return found
 
 
@@ -49,17 +41,17 @@ def smaller(model: nn.Module, plan: Plan, trace: Trace, attributes: Attributes) 
     """A copy of the traced model without the units that the plan removes."""
     made = copy.deepcopy(model)
     kept = kept_by(plan, trace)
-    for name, places in holders(made).items():
+    for name, holders in _holders(made).items():
         if name in kept:
-            owner, own = places[0]
+            owner, own = holders[0]
             less = cut(getattr(owner, own), kept[name])
-            for owner, own in places:  # a tied tensor stays tied
+            for owner, own in holders:  # a tied tensor stays tied
                 setattr(owner, own, less)
     for weight, shift in plan.shifts.items():
         layer = made.get_submodule(weight.rpartition(".")[0])
         axis = 0 if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd) else 1  # or a Conv1D
         _add_to_bias(layer, shift[kept[weight][axis]])
-    for (name, attribute), size in {**counts_by(plan, trace, made), **attributes}.items():
+    for (name, attribute), size in {**counts_by(plan, trace), **attributes}.items():
         module = made.get_submodule(name)
         if isinstance(vars(module).get(attribute), int):
             setattr(module, attribute, size)
@@ -79,16 +71,16 @@ def cut(tensor: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
     return less
 
 
-def holders(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+def _holders(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """For each parameter and buffer, by its first name, the modules and attributes that hold it."""
     first: dict[int, str] = {}
-    found: dict[str, list[tuple[nn.Module, str]]] = {}
+    holders: dict[str, list[tuple[nn.Module, str]]] = {}
     for prefix, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 full = first.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
-                found.setdefault(full, []).append((module, name))
-    return found
+                holders.setdefault(full, []).append((module, name))
+    return holders
 
 
 def _add_to_bias(layer: nn.Module, shift: Tensor) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class Call:
     outs: list[Value]
     modules: tuple[str, ...]  # that were at work, outermost first
 
-    @cached_property
+    @property
     def ins(self) -> list[Value]:
         leaves, _ = tree_flatten((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Value)]
