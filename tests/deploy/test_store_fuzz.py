@@ -10,7 +10,6 @@ import json
 import os
 import random
 import time
-import tracemalloc
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -228,22 +227,23 @@ class Mutator:
         ] + (b"".join(parts.values()))
 
 
-def outcome(path, way):
+def loaded(path):
+    """The state of a file, or the error's message, and the seconds that it took."""
+    start = time.process_time()
+    try:
+        return load(path), None, time.process_time() - start
+    except FileFormatError as error:
+        return {}, str(error), time.process_time() - start
+
+
+def outcome(path, way, peak_memory):
     """What a file loads to, after checks of the memory and the time that it took."""
     size = path.stat().st_size
-    before, _ = tracemalloc.get_traced_memory()
-    tracemalloc.reset_peak()
-    start = time.process_time()
-    state, message = {}, None
-    try:
-        state = load(path)
-    except FileFormatError as error:
-        message = str(error)
-    seconds = time.process_time() - start
-    _, peak = tracemalloc.get_traced_memory()
+    limit = 50 * size + SLACK
+    (state, message, seconds), peak = peak_memory(lambda: loaded(path), limit)
     tensors = {id(tensor): tensor for tensor in state.values()}
-    memory = peak - before + sum(tensor.nbytes for tensor in tensors.values())
-    assert memory <= 50 * size + SLACK, f"{way}: {memory} for {size} bytes"
+    memory = peak + sum(tensor.nbytes for tensor in tensors.values())
+    assert memory <= limit, f"{way}: {memory} for {size} bytes"
     assert seconds < SECONDS
     for tensor in tensors.values():
         raw = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.zeros(1)
@@ -258,7 +258,7 @@ def outcome(path, way):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_mutated_files(tmp_path):
+def test_mutated_files(tmp_path, peak_memory):
     rng = random.Random(SEED)
     mutators = []
     for number, state in enumerate(originals()):
@@ -267,7 +267,6 @@ def test_mutated_files(tmp_path):
             save(state, path, metadata={"note": "x"}, dense=dense)
             mutators += [Mutator(path.read_bytes(), rng)] * (1 if dense else 3)
     counts = Counter()
-    tracemalloc.start()
     # One file, written over: some file systems flush one that is opened anew.
     with open(tmp_path / "mutated.safetensors", "wb", buffering=0) as file:
         for _ in range(FILES):
@@ -275,8 +274,7 @@ def test_mutated_files(tmp_path):
             file.seek(0)
             file.truncate()
             file.write(data)
-            counts[way, outcome(Path(file.name), way)] += 1
-    tracemalloc.stop()
+            counts[way, outcome(Path(file.name), way, peak_memory)] += 1
     print(dict(sorted(counts.items())))
     # That the mutations go deep enough to matter: some of every way load, most are refused.
     ways = {way for way, _ in counts}

@@ -167,7 +167,7 @@ class _Launcher:
         self._job, self._study, self._console = job, study, console
         self._watch = Watch(job.workers, job.grace)
         self._workers: list[_Worker] = []
-        self._finished = 0
+        self._finished: set[str] = set()  # the keys of cells that are over, here and elsewhere
         self._looked = 0.0
         self._written: list[str] = []
         self._deaths: Counter[tuple[str, int]] = Counter()
@@ -205,7 +205,7 @@ class _Launcher:
                     self._bury(worker, view)
                 if time.monotonic() - self._looked >= _LOOK:
                     self._refresh()
-                    view.finished(self._finished)
+                    view.finished(len(self._finished))
                 answers = True
             except StorageInternalError as error:
                 if answers:
@@ -242,10 +242,10 @@ class _Launcher:
                 view.begins(worker.place, settings, step)
             case ("step", step):
                 view.steps(worker.place, step)
-            case ("done", record):
+            case ("done", key, record):
                 self._looked = 0.0
-                self._finished += 1
-                view.ran(record, self._finished)
+                self._finished.add(key)  # the study may have told us before the worker did
+                view.ran(record, len(self._finished))
             case ("error", key, error):
                 view.say(f"{self._job.plan.name(key)} raised {_last_line(error)}")
             case ("idle",):
@@ -311,7 +311,7 @@ class _Launcher:
         if done != self._written:
             records.write(self._job.out / RECORDS, self._study.records())
             self._written = done
-        self._finished = sum(cell.finished for cell in cells)
+        self._finished = {cell.key for cell in cells if cell.finished}
         self._looked = time.monotonic()
         return cells
 

@@ -119,7 +119,7 @@ class _Worker:
             self._patiently(lambda: study.fail(claim, error))
             self._tell("error", claim.key, error)
         else:
-            self._tell("done", record)
+            self._tell("done", claim.key, record)
 
     def _all_finished(self) -> bool:
         return all(cell.finished for cell in self._study.cells().values())
