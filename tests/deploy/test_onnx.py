@@ -36,7 +36,7 @@ def test_a_compacted_model_runs_in_onnx_runtime(tmp_path, name):
     torch.testing.assert_close(torch.from_numpy(got), model(many).detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_keyword_arguments_several_outputs_and_the_modes_of_the_model(tmp_path):
+def test_keyword_arguments_several_outputs_and_all_as_it_was(tmp_path):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -50,9 +50,11 @@ def test_keyword_arguments_several_outputs_and_the_modes_of_the_model(tmp_path):
     model.body.train()
     model.body[0].eval()
     modes = [module.training for module in model.modules()]
+    level = logging.getLogger("torch.onnx").level
     example = {"x": torch.randn(1, 3), "scale": torch.randn(1, 1)}
     assert onnx.export(model, example, tmp_path / "model.onnx").free_batch
     assert [module.training for module in model.modules()] == modes
+    assert logging.getLogger("torch.onnx").level == level
 
 
 def test_a_model_for_one_batch_size_only(tmp_path):
@@ -100,9 +102,3 @@ def test_bad_input(tmp_path):
         onnx.export("model", torch.randn(1), tmp_path / "model.onnx")
     with pytest.raises(TypeError, match="must be a tensor, a tuple"):
         onnx.export(nn.Linear(3, 2), 3, tmp_path / "model.onnx")
-
-
-def test_loggers_are_set_back(tmp_path):
-    level = logging.getLogger("torch.onnx").level
-    onnx.export(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "model.onnx")
-    assert logging.getLogger("torch.onnx").level == level

@@ -81,21 +81,51 @@ def test_number_formats_stay(dtype):
     assert {param.dtype for param in smaller.parameters()} == {dtype}
 
 
+class Counting(nn.Module):
+    """Counts its runs in a buffer of two modules, and keeps what it was given last in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = dead_unit()
+        self.register_buffer("runs", torch.zeros((), dtype=torch.long))
+        self.register_buffer("last", None)
+        self.register_buffer("history", torch.zeros(0))
+        self.body[0].register_buffer("runs", self.runs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        self.last = x
+        self.history = torch.cat([self.history, x.detach().sum().view(1)])
+        return self.body(x)
+
+
 def test_a_model_that_counts_its_runs_is_set_back():
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = dead_unit()
-            self.register_buffer("runs", torch.zeros((), dtype=torch.long))
-
-        def forward(self, x):
-            self.runs += 1
-            return self.body(x)
-
     model = Counting()
     smaller = compact(model, torch.randn(4, 3))
     assert smaller.body[0].out_features == 5
-    assert smaller.runs == model.runs == 0
+    for one in (model, smaller):
+        assert one.runs == 0
+        assert one.runs is one.body[0].runs
+        assert one.last is None
+        assert one.history.shape == (0,)
+
+
+def test_a_buffer_of_two_modules_stays_one():
+    model = dead_unit()
+    scale = torch.rand(6)
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", scale)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    model = nn.Sequential(model[0], Scale(), nn.ReLU(), Scale(), model[2])
+    smaller = compact(model, torch.randn(4, 3))
+    assert smaller[1].scale.shape == (5,)
+    assert smaller[3].scale is smaller[1].scale
 
 
 @dataclass

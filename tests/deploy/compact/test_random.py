@@ -135,3 +135,6 @@ def test_outputs_stay(model, seed, share):
         inputs = Inputs.of(other)
         assert difference(outputs(model, inputs), outputs(smaller, inputs)) < 1e-5
     assert not smaller.compact_report.unknown
+    for module in smaller.modules():
+        if isinstance(module, nn.GroupNorm):
+            assert module.weight.shape == (module.num_channels,)

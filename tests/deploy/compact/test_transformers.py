@@ -162,12 +162,25 @@ def test_a_gate_or_what_it_gates(layer):
     ]  # fmt: skip
 
 
-def test_a_unit_of_all_experts():
+def test_units_of_all_experts_go_in_steps_that_the_kernel_takes():
     model, example = build("MixtralForCausalLM")
     experts = model.model.layers[0].mlp.experts
-    experts.down_proj.data[:, :, 3:7] = 0  # four: the kernel takes rows of 16 bytes
+    experts.down_proj.data[:, :, 3:9] = 0  # six, and its rows are multiples of 16 bytes
     smaller = compact(model, example)
     assert smaller.model.layers[0].mlp.experts.down_proj.shape[2] == 44
+    (left,) = (one for one in smaller.compact_report.left if "gate_up_proj" in one.layer)
+    assert left.units == (7, 8, 55, 56)
+    assert "multiples of 4" in left.why
+
+
+def test_code_that_cannot_run_with_less_keeps_only_its_own():
+    model, example = build("MixtralForCausalLM")
+    attention, experts = model.model.layers[0].self_attn, model.model.layers[0].mlp.experts
+    attention.o_proj.weight.data[:, 3] = 0  # one dimension of a head
+    experts.down_proj.data[:, :, 4:8] = 0
+    smaller = compact(model, example).model.layers[0]
+    assert smaller.self_attn.v_proj.out_features == attention.v_proj.out_features
+    assert smaller.mlp.experts.down_proj.shape[2] == 44
 
 
 def test_generation_goes_on_with_fewer_heads():

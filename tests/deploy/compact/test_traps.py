@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from pdecay.deployment.compact import compact
+from pdecay.deployment.compact.analysis import analyse
 from pdecay.deployment.compact.inputs import Inputs
-from pdecay.deployment.compact.verify import difference, outputs
+from pdecay.deployment.compact.plan import Plan
+from pdecay.deployment.compact.trace import record
+from pdecay.deployment.compact.verify import difference, outputs, parting
 
 from .models import trained
 
@@ -102,6 +105,24 @@ def test_a_batch_norm_of_weight_zero_is_a_constant():
     smaller = compacted(model, torch.randn(2, 2, 8, 8))
     assert smaller[0].out_channels == 4
     assert smaller.compact_report.removed == {"it is constant": 1, "it is zero": 1}
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("shape", [(2, 8, 8), (1, 2, 8, 8), (3, 2, 8, 8)])
+def test_an_instance_norm_counts_its_channels(affine, statistics, shape):
+    norm = nn.InstanceNorm2d(6, affine=affine, track_running_stats=statistics)
+    model = nn.Sequential(nn.Conv2d(2, 6, 3), norm, nn.Conv2d(6, 4, 3))
+    model[2].weight.data[:, 1] = 0
+    assert compacted(model, torch.randn(shape))[1].num_features == 5
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_group_norm_counts_its_groups_and_channels(affine):
+    model = nn.Sequential(nn.Conv2d(2, 6, 3), nn.GroupNorm(3, 6, affine=affine), nn.Conv2d(6, 4, 3))
+    model[2].weight.data[:, 2:4] = 0
+    norm = compacted(model, torch.randn(2, 2, 8, 8))[1]
+    assert (norm.num_groups, norm.num_channels) == (2, 4)
 
 
 def test_a_tap_that_this_image_never_meets_is_read_by_a_larger_one():
@@ -204,6 +225,31 @@ def test_code_with_a_size_written_in_it():
     assert "the code of the model (Model) needs this size" in reasons(smaller)["body.weight"]
 
 
+def test_a_new_bias_is_not_taken_for_a_misfit():
+    """Where something else needs fitting: the layer runs another operation than it did before."""
+    body = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 6, bias=False))
+    counts = Model(lambda self, x: self.out(x.view(len(x), self.units)), out=nn.Linear(6, 2))
+    counts.units = 6
+    body[0].weight.data[1] = 0
+    body[0].bias.data[1] = 1.0
+    counts.out.weight.data[:, 4] = 0
+    smaller = compacted(nn.Sequential(body, counts), torch.randn(4, 3))
+    assert smaller[0][0].out_features == 4
+    assert smaller[0][2].bias is not None
+    assert smaller[1].units == smaller[1].out.in_features == 5
+
+
+def test_what_a_fresh_tensor_holds_is_not_compared():
+    model = Model(lambda self, x: self.layer(torch.empty_like(x).copy_(x)), layer=nn.Linear(3, 2))
+    inputs = Inputs.of(torch.randn(4, 3))
+    trace, run = record(model, inputs), record(model, inputs)
+    found = analyse(trace, {})
+    for number, one in enumerate((trace, run)):
+        (fresh,) = (call for call in one.calls if call.unfilled)
+        fresh.outs[0].tensor.fill_(number)
+    assert parting(Plan(found.units), trace, run) is None
+
+
 def test_a_layer_that_runs_twice():
     model = Model(
         lambda self, x: self.head(self.step(self.step(self.start(x)).relu())),
@@ -264,6 +310,24 @@ def test_a_weight_that_is_computed_from_all_of_it():
     model(torch.randn(4, 3))
     smaller = compacted(model, torch.randn(4, 3))
     assert smaller[0].weight.shape == (6, 3)
+
+
+@pytest.mark.parametrize("computed", ["prune", "parametrize", "shared"])
+def test_a_bias_that_is_not_the_layers_own_takes_no_constant(computed):
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2), nn.Linear(2, 2))
+    model[0].weight.data[1] = 0
+    model[0].bias.data[1] = 1.0
+    if computed == "prune":
+        prune.identity(model[2], "bias")
+        model[2].bias = model[2].bias.detach()
+    elif computed == "parametrize":
+        parametrize.register_parametrization(model[2], "bias", nn.Tanh())
+    else:
+        model[3].bias = model[2].bias
+    smaller = compacted(model, torch.randn(4, 3))
+    assert smaller[0].out_features == 5
+    assert "bias" in reasons(smaller)["0.weight"]
+    assert computed != "shared" or smaller[3].bias is smaller[2].bias
 
 
 class Doubling(nn.Linear):

@@ -125,11 +125,15 @@ class _Removal:
 
     def _restore(self, current: nn.Module) -> None:
         """Modes as they were; and buffers, which a model may count its runs in."""
-        for name, module in self.model.named_modules():
-            current.get_submodule(name).training = module.training
-        for name, buffer in self.model.named_buffers():
-            less = cut(buffer, self.kept[name]) if name in self.kept else buffer
-            current.get_buffer(name).copy_(less)
+        before = {
+            id(buffer): cut(buffer, self.kept[name]) if name in self.kept else buffer.clone()
+            for name, buffer in self.model.named_buffers()
+        }
+        for prefix, module in self.model.named_modules():
+            twin = current.get_submodule(prefix)
+            twin.training = module.training
+            for name, buffer in module._buffers.items():  # one of several modules stays one
+                twin._buffers[name] = None if buffer is None else before[id(buffer)]
 
     def _copy(self) -> nn.Module:
         try:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from pdecay.deployment.compact.analysis import Analysis
-from pdecay.deployment.compact.rules import Reads
+from pdecay.deployment.compact.rules import Reads, rule_for
 from pdecay.deployment.compact.trace import Trace
 from pdecay.deployment.compact.units import Places, Units
 
 UNREAD, ZERO, CONSTANT = "nothing reads it", "it is zero", "it is constant"
 LAST = "a layer needs one unit"
+STEP = "the operation that reads it takes multiples of {} only"
 
 
 @dataclass(eq=False)
@@ -35,6 +36,7 @@ class Plan:
     shifts: dict[str, Tensor] = field(default_factory=dict)
     needed: dict[int, str] = field(default_factory=dict)
     _goes: dict[int, bool] = field(default_factory=dict)  # answers given already
+    _kept: dict[bytes, Tensor] = field(default_factory=dict)
 
     def goes(self, place: int) -> bool:
         """Whether a place goes, as one of its units does."""
@@ -49,11 +51,16 @@ class Plan:
         del self.gone[unit]
         self.needed[unit] = why
         self._goes.clear()
+        self._kept.clear()
 
     def kept(self, places: Places) -> Tensor:
         """The positions of an axis that stay."""
-        stays = [i for i, place in enumerate(places.tolist()) if not self.goes(place)]
-        return torch.tensor(stays, dtype=torch.long)
+        known = self._kept.get(places.tobytes())
+        if known is None:
+            stays = [i for i, place in enumerate(places.tolist()) if not self.goes(place)]
+            known = torch.tensor(stays, dtype=torch.long)
+            self._kept[places.tobytes()] = known
+        return known
 
     def size(self, places: Places) -> int:
         return len(self.kept(places))
@@ -107,6 +114,7 @@ def plan(found: Analysis, model: nn.Module, biases: Biases) -> Plan:
     made.gone = {unit: why for unit, why in dead.items() if unit not in stay}
     made.needed = {unit: why for unit, why in made.needed.items() if unit not in read}
     _keep_one(made, found.trace)
+    _keep_steps(made, found.trace)
     for one in reads:
         _shift(made, one)
     return made
@@ -123,6 +131,16 @@ def _keep_one(made: Plan, trace: Trace) -> None:
                 for unit in units_of(made.units, places[:1]) & made.gone.keys():
                     made.keep(unit, LAST)
                     pending = True
+
+
+def _keep_steps(made: Plan, trace: Trace) -> None:
+    """As many of the dead stay as make a size that an operation takes."""
+    steps = [one for call in trace.calls for one in rule_for(call).steps(call)]
+    steps = [(places, step) for places, step in steps if len(places) % step == 0]
+    while odd := [(places, step) for places, step in steps if made.size(places) % step]:
+        places, step = odd[0]
+        dead = units_of(made.units, places.tolist()) & made.gone.keys()
+        made.keep(max(dead), STEP.format(step))
 
 
 def _shift(made: Plan, one: Reads) -> None:
@@ -147,13 +165,18 @@ def _no_bias(
     layer = model.get_submodule(owner)
     if name != "weight" or not _adds_bias(layer):
         return f"{owner or weight} is no layer with a bias that compact knows"
-    if biases is Biases.OWN and getattr(layer, "bias", None) is None:
-        return f"{owner or weight} {biases.value}"
-    return None
+    bias = layer._parameters["bias"]
+    if bias is None:
+        return f"{owner or weight} {biases.value}" if biases is Biases.OWN else None
+    every = (param for module in model.modules() for param in module._parameters.values())
+    shared = sum(param is bias for param in every) > 1
+    return f"{owner or weight} shares its bias with another layer" if shared else None
 
 
 def _adds_bias(layer: nn.Module) -> bool:
     """Whether a layer adds a bias to its sums, or would if it had one."""
+    if "bias" not in layer._parameters:
+        return False  # it is computed, as torch's prune and parametrize do
     known = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     if isinstance(layer, known):
         # A subclass may do as it likes in a forward of its own.

@@ -25,14 +25,17 @@ def kept_by(plan: Plan, trace: Trace) -> Kept:
     return kept
 
 
-def counts_by(plan: Plan, trace: Trace) -> Attributes:
-    """The modules' attributes that count groups which may have gone."""
+def counts_by(plan: Plan, trace: Trace, model: nn.Module) -> Attributes:
+    """The modules' attributes that count groups or channels which may have gone."""
     found: Attributes = {}
     for call in trace.calls:
         for attribute, places in rule_for(call).sizes(call, plan.units).items():
             size = plan.size(places)
             if size != len(places) and call.modules:
-                found[call.modules[-1], attribute] = size
+                count = vars(model.get_submodule(call.modules[-1])).get(attribute)
+                # An instance norm's axis holds its channels once for every image.
+                if isinstance(count, int) and count and len(places) % count == 0:
+                    found[call.modules[-1], attribute] = size // (len(places) // count)
     return found
 
 
@@ -51,10 +54,8 @@ def smaller(model: nn.Module, plan: Plan, trace: Trace, attributes: Attributes) 
         layer = made.get_submodule(weight.rpartition(".")[0])
         axis = 0 if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd) else 1  # or a Conv1D
         _add_to_bias(layer, shift[kept[weight][axis]])
-    for (name, attribute), size in {**counts_by(plan, trace), **attributes}.items():
-        module = made.get_submodule(name)
-        if isinstance(vars(module).get(attribute), int):
-            setattr(module, attribute, size)
+    for (name, attribute), size in {**counts_by(plan, trace, made), **attributes}.items():
+        setattr(made.get_submodule(name), attribute, size)
     for module in made.modules():
         _state_sizes(module)
     return made
@@ -100,12 +101,6 @@ def _state_sizes(module: nn.Module) -> None:
             module.in_channels, module.out_channels = first, second * module.groups
         else:
             module.out_channels, module.in_channels = first, second * module.groups
-    elif isinstance(module, nn.modules.batchnorm._NormBase):
-        statistics = module.running_mean if module.weight is None else module.weight
-        if statistics is not None:
-            module.num_features = len(statistics)
-    elif isinstance(module, nn.GroupNorm) and module.weight is not None:
-        module.num_channels = len(module.weight)
     elif isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = module.weight.shape
     elif isinstance(module, nn.PReLU):

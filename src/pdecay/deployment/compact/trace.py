@@ -8,10 +8,11 @@ mask that is built on the way are seen as what they did with this example.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class Call:
     outs: list[Value]
     modules: tuple[str, ...]  # that were at work, outermost first
 
-    @property
+    @cached_property
     def ins(self) -> list[Value]:
         leaves, _ = tree_flatten((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Value)]
@@ -73,6 +74,11 @@ class Call:
     @property
     def name(self) -> str:
         return str(self.op.overloadpacket).removeprefix("aten.")
+
+    @property
+    def unfilled(self) -> bool:
+        """Whether it makes a tensor that holds whatever its memory held before."""
+        return self.name.removeprefix("new_").startswith("empty")
 
     def run(self, change: Callable[[Value], Any]) -> Any:
         """The operation on something else in place of its tensors."""
@@ -111,6 +117,8 @@ def record(model: nn.Module, inputs: Inputs) -> Trace:
 def _record(
     model: nn.Module, inputs: Inputs, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Trace:
+    # Of a copy, since what a model keeps of a recorded run is no good afterwards.
+    model = copy.deepcopy(model, {id(param): param for param in model.parameters()})
     recorder = _Recorder(model)
     leaves, spec = tree_flatten((inputs.args, inputs.kwargs))
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pdecay.deployment.compact.inputs import Inputs
 from pdecay.deployment.compact.plan import Plan
-from pdecay.deployment.compact.trace import Trace, Value, tensors_of
+from pdecay.deployment.compact.trace import Call, Trace, Value, tensors_of
 
 TOLERANCE = 1e-5  # relative to the largest element of an output
 
@@ -48,7 +48,8 @@ def parting(plan: Plan, trace: Trace, run: Trace) -> int | None:
 
     None where all are. A run that failed parts where it ended, at the latest.
     """
-    for at, (call, other) in enumerate(zip(trace.calls, run.calls, strict=False)):
+    ours, theirs = _comparable(plan, trace), _comparable(plan, run)
+    for (at, call), (_, other) in zip(ours, theirs, strict=False):
         if call.op is not other.op:
             return at
         for value, got in zip(call.outs, other.outs, strict=True):
@@ -56,9 +57,19 @@ def parting(plan: Plan, trace: Trace, run: Trace) -> int | None:
             if less.shape != got.tensor.shape:
                 return at
             # Rounding errors may be larger on the way than in the outputs.
-            if not agree([less[live]], [got.tensor[live]], slack=100):
+            if not call.unfilled and not agree([less[live]], [got.tensor[live]], slack=100):
                 return at
-    return len(run.calls) if len(run.calls) < len(trace.calls) else None
+    return ours[len(theirs)][0] if len(theirs) < len(ours) else None
+
+
+def _comparable(plan: Plan, trace: Trace) -> list[tuple[int, Call]]:
+    """The operations with their numbers, but for those of layers whose biases took constants over.
+
+    A layer with a bias runs others than one without, and its sums are less before the bias.
+    """
+    shifted = {weight.rpartition(".")[0] for weight in plan.shifts}
+    calls = enumerate(trace.calls)
+    return [(at, call) for at, call in calls if not shifted.intersection(call.modules[-1:])]
 
 
 def _less(plan: Plan, value: Value, tensor: Tensor) -> Tensor:

@@ -56,6 +56,9 @@ class Rule(Protocol):
     def sizes(self, call: Call, units: Units) -> dict[str, Places]:
         """Attributes of the module at work that count positions: their names, and which."""
 
+    def steps(self, call: Call) -> list[tuple[Places, int]]:
+        """Axes whose sizes have to be multiples of a number, and of which."""
+
     def makes(self, call: Call) -> tuple[str, int] | None:
         """The name of the weight whose outputs lie along an axis of the result, and the axis."""
 
@@ -71,6 +74,9 @@ class Plain:
 
     def sizes(self, call: Call, units: Units) -> dict[str, Places]:
         return {}
+
+    def steps(self, call: Call) -> list[tuple[Places, int]]:
+        return []
 
 
 def where(call: Call) -> str:

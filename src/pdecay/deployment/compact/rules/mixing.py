@@ -155,6 +155,9 @@ class BatchNorm(Mixing):
             live = live & _by_channel(weight.counts, value)
         value.live = value.live | live
 
+    def sizes(self, call: Call, units: Units) -> dict[str, Places]:
+        return {"num_features": call.ins[0].places[1]}
+
 
 class GroupNorm(Plain):
     """The channels of a group mix with each other and over the pixels; whole groups may go."""
@@ -184,7 +187,7 @@ class GroupNorm(Plain):
         value.live = value.live | self._any(call, out.live)
 
     def sizes(self, call: Call, units: Units) -> dict[str, Places]:
-        return {"num_groups": self._groups(call, units)[0]}
+        return {"num_groups": self._groups(call, units)[0], "num_channels": call.ins[0].places[1]}
 
     def _groups(self, call: Call, units: Units) -> tuple[Places, Places]:
         places, groups = call.ins[0].places[1], call.args[6]

@@ -9,7 +9,6 @@ from pdecay.deployment.compact.trace import Call
 from pdecay.deployment.compact.units import Units, fixed
 
 _UNIFORM = {"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"}
-_EMPTY = {"empty", "new_empty"}
 
 
 class Opaque(Plain):
@@ -46,7 +45,7 @@ class Factory(Opaque):
     """
 
     def tie(self, call: Call, units: Units) -> None:
-        alike = call.name in _UNIFORM | _EMPTY
+        alike = call.name in _UNIFORM or call.unfilled
         for out in call.outs:
             out.places = [units.fresh(n) if alike else fixed(n) for n in out.tensor.shape]
 

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdecay.deployment.compact.rules.base import Reads, where
+from pdecay.deployment.compact.rules.base import Plain, Reads, where
 from pdecay.deployment.compact.trace import Call, Value
 from pdecay.deployment.compact.units import Places, Units, fixed
 
 
-class MatrixProduct:
+class MatrixProduct(Plain):
     """``out = a @ b``, alone or in batches, with or without something added: mm, bmm, addmm."""
 
     def tie(self, call: Call, units: Units) -> None:
@@ -79,9 +79,6 @@ class MatrixProduct:
         weight = _operands(call)[2].weight
         return None if weight is None else (weight, call.outs[0].tensor.ndim - 1)
 
-    def sizes(self, call: Call, units: Units) -> dict[str, Places]:
-        return {}
-
 
 class GroupedProduct(MatrixProduct):
     """Rows of ``a`` times the matrix of the expert that each was sent to: ``_grouped_mm``.
@@ -93,8 +90,14 @@ class GroupedProduct(MatrixProduct):
         units.fix(call.args[1].places[0].tolist(), f"{where(call)} looks them up by number")
         super().tie(call, units)
 
+    def steps(self, call: Call) -> list[tuple[Places, int]]:
+        """Its kernel wants rows that begin at multiples of 16 bytes, however they are stored."""
+        a, b = call.args[:2]
+        row = b.places[-1] if b.tensor.stride(-1) == 1 else b.places[-2]
+        return [(places, 16 // a.tensor.element_size()) for places in (a.places[-1], row)]
 
-class Convolution:
+
+class Convolution(Plain):
     """A convolution, seen by channels: whether any tap of a filter reads a channel at all.
 
     By taps it would depend on the image's size which of them ever meet anything but padding.
@@ -198,7 +201,7 @@ def _operands(call: Call) -> tuple[Value | None, Value, Value]:
         return call.args[0], call.args[1], call.args[2]
     a, b = call.args[:2]
     if call.name == "_grouped_mm":
-        whole = Value(b.tensor.abs().amax(0), places=b.places[1:], varies=b.varies.amax(0))
+        whole = Value(b.tensor.abs().amax(0), None, b.weight, b.places[1:], b.varies.amax(0))
         whole.live = b.live.amax(0)
         return None, a, whole
     return None, a, b
