@@ -104,6 +104,35 @@ def test_a_relu_may_be_part_of_it():
         torch.testing.assert_close(kind(dense, relu=True)(x), dense(x).relu())
 
 
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize(
+    ("dense", "size"),
+    [
+        ((4, 8, 3), (2, 4, 9, 9)),
+        ((4, 8, 3, 2), (5, 4, 9, 9)),  # images side by side
+        ((64, 16, 3), (1, 64, 34, 34)),  # blocks of channels
+        ((16, 8, 1), (2, 16, 8, 8)),  # in place
+        ((16, 8), (2, 16)),  # dot products
+        ((300, 200), (40, 300)),
+    ],
+    ids=str,
+)
+def test_something_may_be_added_to_its_output(dense, size, relu):
+    linear = len(dense) == 2
+    dense = dense_linear(*dense) if linear else dense_conv(*dense)
+    sparse = (SparseLinear if linear else SparseConv2d)(dense, relu=relu)
+    x = torch.randn(size)
+    wanted = dense(x)
+    for more in (torch.randn_like(wanted), torch.randn_like(wanted[:1]).expand_as(wanted)):
+        both = (wanted + more).relu() if relu else wanted + more
+        torch.testing.assert_close(sparse(x, more), both, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sparse(x), wanted.relu() if relu else wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"takes torch.float32 on the CPU, got torch.float64"):
+        sparse(x, wanted.double())
+    with pytest.raises(RuntimeError, match="expand"):
+        sparse(x, torch.randn(3, *wanted.shape))
+
+
 def test_a_layer_without_any_weight_left():
     dense = dense_linear(8, 4)
     dense.weight.data.zero_()

@@ -105,6 +105,11 @@ class SparseLayer(nn.Module):
         weight[outputs, self.columns.long()] = self.values
         return self._shaped(weight)
 
+    def take_in_relu(self) -> None:
+        """Make a ReLU that follows part of this layer."""
+        self.relu = True
+        self._forget()
+
     def extra_repr(self) -> str:
         text = f"{self.shape.in_channels}, {self.shape.out_channels}, "
         text += "".join(f"{name}={value}, " for name, value in self._options().items())
@@ -119,17 +124,34 @@ class SparseLayer(nn.Module):
         """A weight of a row for each output, as the dense layer has it."""
         return weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        """The layer's output; `more`, which has its shape or spreads to it, is added to it."""
         # What is asked for at every call is kept short: layers may take ten microseconds in all.
         if _is_traced():
-            return self._densely(x)
+            return self._densely(x, more)
         call = self._calls.get(x.shape)
         if call is None or x.dtype is not self._dtype or x.requires_grad or not x.is_cpu:
-            return self._first(x)
-        return call(x if x.is_contiguous() else x.contiguous())
+            return self._first(x, more)
+        if more is not None:
+            self._check_form(more)
+        return call(x if x.is_contiguous() else x.contiguous(), more)
 
-    def _first(self, x: Tensor) -> Tensor:
+    def _first(self, x: Tensor, more: Tensor | None) -> Tensor:
         """A call with a new shape of input, or with one that is not as it should be."""
+        self._check_form(x)
+        if more is not None:
+            self._check_form(more)
+        self._check(x.shape)
+        if self._why_dense is not None:
+            return self._densely(x, more)
+        if x.shape not in self._calls:
+            if len(self._calls) >= _SHAPES:
+                self._calls.clear()
+            self._calls[x.shape] = self._prepare(x.shape)
+        return self._calls[x.shape](x.contiguous(), more)
+
+    def _check_form(self, x: Tensor) -> None:
+        """Raise unless this is a tensor that the kernel can read."""
         name = type(self).__name__
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -138,14 +160,6 @@ class SparseLayer(nn.Module):
             )
         if x.dtype is not self._dtype or not x.is_cpu:
             raise ValueError(f"{name} takes {self._dtype} on the CPU, got {x.dtype} on {x.device}")
-        self._check(x.shape)
-        if self._why_dense is not None:
-            return self._densely(x)
-        if x.shape not in self._calls:
-            if len(self._calls) >= _SHAPES:
-                self._calls.clear()
-            self._calls[x.shape] = self._prepare(x.shape)
-        return self._calls[x.shape](x.contiguous())
 
     def _check(self, shape: torch.Size) -> None:
         """Raise unless this is a shape of input that the layer takes."""
@@ -175,7 +189,7 @@ class SparseLayer(nn.Module):
             self._plans[key] = make()
         return self._plans[key]
 
-    def _densely(self, x: Tensor) -> Tensor:
+    def _densely(self, x: Tensor, more: Tensor | None) -> Tensor:
         weight = self._dense
         if weight is None:
             weight = self.weight
@@ -184,6 +198,7 @@ class SparseLayer(nn.Module):
                 warnings.warn(f"{name} computes densely: {self._why_dense}", stacklevel=3)
                 self._dense = weight
         y = self._compute_densely(x, weight, self.bias)
+        y = y if more is None else y + more
         return y.relu() if self.relu else y
 
     def _fill(self, layer: Dense) -> Dense:
@@ -299,10 +314,10 @@ class SparseConv2d(SparseLayer):
         """An ``nn.Conv2d`` of the same weight; a ReLU that is part of this layer is not of it."""
         return self._fill(nn.Conv2d(self.in_channels, self.out_channels, **self._options()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
         if self._border is not None:
             x = functional.pad(x, self._border, self.padding_mode)
-        return super().forward(x)
+        return super().forward(x, more)
 
     def _check(self, shape: torch.Size) -> None:
         if len(shape) not in (3, 4) or shape[-3] != self.shape.in_channels:

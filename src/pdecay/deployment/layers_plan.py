@@ -127,12 +127,17 @@ class Call:
         self._like = torch.empty((), dtype=plan.dtype).expand(out_shape)
         self._threads = max(1, count * plan.work // _THREAD_WORK)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, more: Tensor | None) -> Tensor:
         """`x` is contiguous, and of the shape and dtype that this is made for."""
         out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
         threads = min(torch.get_num_threads(), self._threads)
         scratch = _scratch(threads * self._scratch) if self._scratch else None
-        self._function(self._address, self._count, x.data_ptr(), out.data_ptr(), scratch, threads)
+        if more is not None:
+            more = more.expand_as(self._like).contiguous()
+        self._function(
+            *(self._address, self._count, x.data_ptr(), None if more is None else more.data_ptr()),
+            *(out.data_ptr(), scratch, threads),
+        )
         return out
 
 
@@ -418,6 +423,6 @@ def _library() -> ctypes.CDLL:
 def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
     function = getattr(_library(), f"pdecay_sparse_{name}_f{8 * dtype.itemsize}")
     pointer = ctypes.c_void_p
-    function.argtypes = [pointer, ctypes.c_int64, pointer, pointer, pointer, ctypes.c_int]
+    function.argtypes = [pointer, ctypes.c_int64, *[pointer] * 4, ctypes.c_int]
     function.restype = None
     return cast("Callable[..., None]", function)

@@ -7,24 +7,26 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torch.nn.utils.parametrize import is_parametrized
 
 from pdecay.deployment.compact import CompactError, compact
 from pdecay.deployment.compact.inputs import Inputs
 from pdecay.deployment.compact.verify import difference, outputs
+from pdecay.deployment.fusing import fuse
 from pdecay.deployment.layers import SparseConv2d, SparseLayer, SparseLinear, why_not
 from pdecay.deployment.runtime_report import DeployedLayer, DeployReport
 from pdecay.deployment.timing import interleaved
-from pdecay.deployment.wiring import LAYERS, Wiring, wiring
+from pdecay.deployment.wiring import LAYERS, Input, Wiring, calls, has_hooks, wiring
 
 __all__ = ["DeployReport", "DeployedLayer", "deploy"]
 
 Chosen = Literal["sparse", "smaller", "dense"]
+Model = TypeVar("Model", bound=nn.Module)
 
 _FEW_ZEROS = 0.3  # below this share of zeros, sparse is never faster
 _MARGIN = 0.9  # of the dense time: what a sparse layer may take
@@ -76,11 +78,11 @@ def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
     given = _shared_copy(model)
     seen = wiring(smaller, inputs)
     folded = _fold_batch_norms(smaller, seen)
-    layers, sparse = _choose(smaller, seen)
+    layers, sparse = _choose(smaller, seen, inputs)
     models: dict[Chosen, nn.Module] = {"dense": given, "smaller": smaller}
-    relus: list[str] = []
+    taken_in: list[str] = []
     if sparse:
-        models["sparse"], relus = _with_sparse(smaller, sparse, seen)
+        models["sparse"], taken_in = _fused(smaller, sparse, seen, inputs)
 
     expected = outputs(given, inputs)
     off = {name: difference(expected, outputs(one, inputs)) for name, one in models.items()}
@@ -106,7 +108,7 @@ def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
         deployed_time=times[chosen],
         dense_bytes=_bytes(given),
         deployed_bytes=_bytes(deployed),
-        folded=() if chosen == "dense" else (*folded, *(relus if chosen == "sparse" else ())),
+        folded=() if chosen == "dense" else (*folded, *(taken_in if chosen == "sparse" else ())),
         removed=0 if chosen == "dense" else _removed(smaller),
         difference=off[chosen],
         threads=torch.get_num_threads(),
@@ -132,7 +134,7 @@ def _compacted(
     return smaller.eval().requires_grad_(False), notes
 
 
-def _shared_copy(model: nn.Module) -> nn.Module:
+def _shared_copy(model: Model) -> Model:
     """A copy in eval mode that shares the tensors."""
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
@@ -143,7 +145,7 @@ def _fold_batch_norms(model: nn.Module, seen: Wiring) -> list[str]:
     names = {module: name for name, module in model.named_modules()}
     found = []
     for layer, norm in seen.next_of.items():
-        if not isinstance(layer, LAYERS) or _obstacle(model, layer, seen) or _has_hooks(norm):
+        if not isinstance(layer, LAYERS) or _obstacle(model, layer, seen) or has_hooks(norm):
             continue
         with torch.no_grad():
             if isinstance(layer, nn.Conv2d) and type(norm) is nn.BatchNorm2d and _can_fold(norm):
@@ -152,7 +154,7 @@ def _fold_batch_norms(model: nn.Module, seen: Wiring) -> list[str]:
                 isinstance(layer, nn.Linear)
                 and type(norm) is nn.BatchNorm1d
                 and _can_fold(norm)
-                and all(len(call.shape) == 2 for call in seen.calls[layer])
+                and all(call and len(call.shape) == 2 for call in seen.calls[layer])
             ):
                 fused = fuse_linear_bn_eval(layer, norm)
             else:
@@ -173,41 +175,51 @@ def _can_fold(norm: nn.BatchNorm1d | nn.BatchNorm2d) -> bool:
 
 
 def _choose(
-    model: nn.Module, seen: Wiring
-) -> tuple[list[DeployedLayer], dict[nn.Linear | nn.Conv2d, SparseLayer]]:
+    model: nn.Module, seen: Wiring, inputs: Inputs
+) -> tuple[list[DeployedLayer], dict[nn.Module, SparseLayer]]:
     """Measure each layer. All of them, and those that shall be sparse."""
-    rows: list[DeployedLayer] = []
-    chosen: dict[nn.Linear | nn.Conv2d, SparseLayer] = {}
-    for name, layer in model.named_modules():
-        if not isinstance(layer, LAYERS):
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, LAYERS)}
+    rows = {name: _row(model, name, layer, seen) for name, layer in layers.items()}
+    candidates: dict[nn.Module, SparseLayer] = {
+        layers[name]: _sparse(layers[name]) for name, row in rows.items() if not row.why
+    }
+    # The form of a layer's input depends on the layers before it: it is that of the sparse model.
+    trial, _ = _with_sparse(model, candidates, seen)
+    forms = calls(trial, inputs)
+    chosen: dict[nn.Module, SparseLayer] = {}
+    for name, layer in layers.items():
+        if layer not in candidates:
             continue
-        zeros = int((layer.weight == 0).sum())
-        row = DeployedLayer(
-            name=name,
-            kind=type(layer).__name__,
-            shape=tuple(layer.weight.shape),
-            sparsity=zeros / max(1, layer.weight.numel()),
-            choice="dense",
-            why=_obstacle(model, layer, seen) or "",
-            dense_bytes=_bytes(layer),
+        sparse = candidates[layer]
+        dense_time, sparse_time = _layer_times(layer, sparse, forms[trial.get_submodule(name)])
+        rows[name] = replace(
+            rows[name],
+            sparse_bytes=sparse.nbytes,
+            dense_time=dense_time,
+            sparse_time=sparse_time,
+            why="faster",
         )
-        if not row.why and row.sparsity < _FEW_ZEROS:
-            row = replace(row, why="few zeros")
-        if not row.why:
-            sparse = _sparse(layer)
-            dense_time, sparse_time = _layer_times(layer, sparse, seen)
-            row = replace(
-                row,
-                sparse_bytes=sparse.nbytes,
-                dense_time=dense_time,
-                sparse_time=sparse_time,
-                why="faster",
+        if sparse_time < _MARGIN * dense_time:
+            rows[name] = replace(
+                rows[name], choice="sparse", why=f"{dense_time / sparse_time:.1f}x"
             )
-            if sparse_time < _MARGIN * dense_time:
-                row = replace(row, choice="sparse", why=f"{dense_time / sparse_time:.1f}x")
-                chosen[layer] = sparse
-        rows.append(row)
-    return rows, chosen
+            chosen[layer] = sparse
+    return list(rows.values()), chosen
+
+
+def _row(model: nn.Module, name: str, layer: nn.Linear | nn.Conv2d, seen: Wiring) -> DeployedLayer:
+    """A layer before it is measured, and why it need not be."""
+    zeros = int((layer.weight == 0).sum())
+    row = DeployedLayer(
+        name=name,
+        kind=type(layer).__name__,
+        shape=tuple(layer.weight.shape),
+        sparsity=zeros / max(1, layer.weight.numel()),
+        choice="dense",
+        why=_obstacle(model, layer, seen) or "",
+        dense_bytes=_bytes(layer),
+    )
+    return replace(row, why="few zeros") if not row.why and row.sparsity < _FEW_ZEROS else row
 
 
 def _obstacle(model: nn.Module, layer: nn.Linear | nn.Conv2d, seen: Wiring) -> str | None:
@@ -216,9 +228,9 @@ def _obstacle(model: nn.Module, layer: nn.Linear | nn.Conv2d, seen: Wiring) -> s
         return f"a {type(layer).__name__}"
     if is_parametrized(layer):
         return "parametrized"
-    if _has_hooks(layer):
+    if has_hooks(layer):
         return "has hooks"
-    if layer not in seen.calls:
+    if None in seen.calls.get(layer, [None]):
         return "not called on the example"
     if layer in seen.readers:
         return f"its weight is read by {', '.join(sorted(seen.readers[layer]))}"
@@ -233,29 +245,46 @@ def _obstacle(model: nn.Module, layer: nn.Linear | nn.Conv2d, seen: Wiring) -> s
     return why_not(layer)
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _sparse(layer: nn.Linear | nn.Conv2d, relu: bool = False) -> SparseLayer:
-    if isinstance(layer, nn.Linear):
-        return SparseLinear(layer, relu=relu)
-    return SparseConv2d(layer, relu=relu)
+def _sparse(layer: nn.Linear | nn.Conv2d) -> SparseLayer:
+    return SparseLinear(layer) if isinstance(layer, nn.Linear) else SparseConv2d(layer)
 
 
 @torch.inference_mode()
-def _layer_times(layer: nn.Module, sparse: nn.Module, seen: Wiring) -> tuple[float, float]:
+def _layer_times(
+    layer: nn.Module, sparse: nn.Module, forms: list[Input | None]
+) -> tuple[float, float]:
     """Seconds for all calls of a layer, dense and sparse."""
     totals = [0.0, 0.0]
-    for form, count in Counter(seen.calls[layer]).items():
+    for form, count in Counter(forms).items():
+        assert form is not None
         x = form.random()
-        for k, taken in enumerate(interleaved([partial(layer, x), partial(sparse, x)])):
+        dense = partial(_contiguously, layer, x) if form.channels_last else partial(layer, x)
+        for k, taken in enumerate(interleaved([dense, partial(sparse, x)])):
             totals[k] += count * taken
     return totals[0], totals[1]
 
 
+def _contiguously(layer: nn.Module, x: Tensor) -> Tensor:
+    return cast(Tensor, layer(x.contiguous()))
+
+
+def _fused(
+    model: nn.Module, sparse: Mapping[nn.Module, SparseLayer], seen: Wiring, inputs: Inputs
+) -> tuple[nn.Module, list[str]]:
+    """A model with the sparse layers and what follows them made part of them; what that was."""
+    plain, relus = _with_sparse(model, sparse, seen)
+    made, _ = _with_sparse(model, sparse, seen)
+    counts = {module: len(forms) for module, forms in calls(made, inputs).items()}
+    more = fuse(made, counts)
+    try:
+        same = difference(outputs(plain, inputs), outputs(made, inputs)) <= _SAME
+    except Exception:  # a forward that does something else than what was traced
+        same = False
+    return (made, [*relus, *more]) if same else (plain, relus)
+
+
 def _with_sparse(
-    model: nn.Module, sparse: Mapping[nn.Linear | nn.Conv2d, SparseLayer], seen: Wiring
+    model: nn.Module, sparse: Mapping[nn.Module, SparseLayer], seen: Wiring
 ) -> tuple[nn.Module, list[str]]:
     """A model with the sparse layers, ReLUs made part of them; the names of the ReLUs.
 
@@ -265,15 +294,31 @@ def _with_sparse(
     new: dict[nn.Module, nn.Module] = {}
     relus = []
     for layer, one in sparse.items():
+        new[layer] = fresh = _shared_copy(one)
         after = seen.next_of.get(layer)
-        if type(after) is nn.ReLU and not _has_hooks(after):
-            one = _sparse(layer, relu=True)
+        if type(after) is nn.ReLU and not has_hooks(after):
+            fresh.take_in_relu()
             new[after] = nn.Identity().eval()
             relus.append(names[after])
-        new[layer] = one
     made = _shared_copy(model)
     by_name = {names[module]: replacement for module, replacement in new.items()}
+    for layer, forms in seen.calls.items():
+        if isinstance(layer, nn.Conv2d) and layer not in sparse:
+            last = any(form is not None and form.channels_last for form in forms)
+            _keep_contiguous(cast(nn.Conv2d, made.get_submodule(names[layer])), last)
     return _replace(made, {made.get_submodule(name): by_name[name] for name in by_name}), relus
+
+
+def _keep_contiguous(layer: nn.Conv2d, channels_last: bool) -> None:
+    """Let a dense layer hand on images as sparse ones have them; else each of those would copy."""
+    if channels_last:
+        layer.register_forward_pre_hook(_contiguous_input)
+    if not layer.weight.is_contiguous():
+        layer.weight = nn.Parameter(layer.weight.contiguous(), requires_grad=False)
+
+
+def _contiguous_input(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.contiguous() for x in args)
 
 
 def _replace(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pdecay.sparsity import _aligned
 
+_MOST_NAMES = 6  # of folded modules that are printed
+
 
 @dataclass(frozen=True)
 class DeployedLayer:
@@ -45,7 +47,7 @@ class DeployReport:
             batch norms folded, but dense; or "dense", the one that was given.
         dense_time, deployed_time: seconds of a run on the example, as given and as deployed.
         dense_bytes, deployed_bytes: parameters and buffers.
-        folded: batch norms and ReLUs that became part of the layer before them.
+        folded: batch norms, ReLUs and sums that became part of the layer before them.
         removed: how many units compaction removed.
         difference: the largest difference of outputs, relative to the largest output.
         threads: that torch had.
@@ -108,7 +110,9 @@ class DeployReport:
         if self.removed:
             lines.append(f"{_plural(self.removed, 'dead unit')} removed")
         if self.folded:
-            lines.append(f"folded into the layer before: {', '.join(self.folded)}")
+            more = f", ... ({len(self.folded)} in all)" if len(self.folded) > _MOST_NAMES else ""
+            names = ", ".join(self.folded[:_MOST_NAMES])
+            lines.append(f"folded into the layer before: {names}{more}")
         return "\n".join([*lines, *self.notes])
 
 

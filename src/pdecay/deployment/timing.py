@@ -16,8 +16,9 @@ def interleaved(
 ) -> list[float]:
     """The median time of a call of each function, in seconds.
 
-    In a turn a function is called again and again, as a server would; the first two calls, which
-    may compile and allocate, are not timed.
+    In a turn a function is called again and again, as a server would. The first two calls, which
+    may compile and allocate, are not timed; nor is the first of each turn, which finds the caches
+    and the heap as the function before it left them.
 
     Args:
         functions: what to time.
@@ -33,6 +34,7 @@ def interleaved(
     end = time.perf_counter() + seconds
     while len(times[0]) < rounds or time.perf_counter() < end:
         for function, count, taken in zip(functions, calls, times, strict=True):
+            function()
             taken.append(_time(function, count))
     return [statistics.median(taken) for taken in times]
 

@@ -57,34 +57,42 @@ class Wiring:
     """What was seen.
 
     Args:
-        calls: the inputs of each layer, one for each call.
+        calls: as of :func:`calls`.
         readers: for each layer, the names of the modules that use its weight directly.
         next_of: for each layer, batch norm or ReLU, the module that is called with all of its
             outputs, if there is one, and if it is called with nothing else.
     """
 
-    calls: dict[nn.Module, list[Input]] = field(default_factory=dict)
-    readers: dict[nn.Module, set[str]] = field(default_factory=dict)
-    next_of: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    calls: dict[nn.Module, list[Input | None]]
+    readers: dict[nn.Module, set[str]]
+    next_of: dict[nn.Module, nn.Module]
 
 
 @torch.inference_mode()
 def wiring(model: nn.Module, inputs: Inputs) -> Wiring:
     """Run the model on the inputs, and tell how it uses its layers."""
-    seen = Wiring()
-    with _each_call(lambda module, args: _note_call(seen, module, args)):
-        inputs.call(model)
     uses = _Uses(model)
     with _each_call(uses.enter, uses.leave), uses:
         uses.finish(inputs.call(model))
-    seen.readers = uses.readers
-    seen.next_of = uses.next_of()
+    return Wiring(calls(model, inputs), uses.readers, uses.next_of())
+
+
+@torch.inference_mode()
+def calls(model: nn.Module, inputs: Inputs) -> dict[nn.Module, list[Input | None]]:
+    """The calls of each module: the form of its input, or None where that is not one tensor."""
+    seen: dict[nn.Module, list[Input | None]] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        alone = len(args) == 1 and isinstance(args[0], Tensor)
+        seen.setdefault(module, []).append(Input.of(args[0]) if alone else None)
+
+    with _each_call(note):
+        inputs.call(model)
     return seen
 
 
-def _note_call(seen: Wiring, module: nn.Module, args: tuple[Any, ...]) -> None:
-    if isinstance(module, LAYERS) and len(args) == 1 and isinstance(args[0], Tensor):
-        seen.calls.setdefault(module, []).append(Input.of(args[0]))
+def has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 @dataclass

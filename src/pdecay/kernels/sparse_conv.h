@@ -6,14 +6,14 @@
 /* The outputs first .. end of a site, as far as one block of channels goes. `sums` holds the strips that cannot be
  * in their place in `out` from one block to the next. */
 static void NAME(outputs)(const plan *plan, site site, int64_t block, int64_t first, int64_t end, const REAL *in,
-                          REAL *sums, REAL *out)
+                          int relu, REAL *sums, REAL *out)
 {
     const int64_t width = plan->out_width, channel = plan->out_height * width;
     const int64_t numbers = plan->pixels ? site.images : site.rows * plan->group * width;
     const int is_last = block == plan->blocks - 1;
     const NAME(terms) terms = {
         .row = plan->row + block * (plan->out_channels + 1), .at = plan->at, .value = plan->value,
-        .start = block == 0 ? plan->bias : NULL, .relu = is_last && plan->relu,
+        .start = block == 0 ? plan->bias : NULL, .relu = is_last && relu,
     };
     REAL *place = out + (site.image * plan->out_channels + first) * channel + site.y * width;
 
@@ -59,9 +59,34 @@ static void NAME(outputs)(const plan *plan, site site, int64_t block, int64_t fi
     }
 }
 
+INLINE void NAME(add_run)(REAL *restrict to, const REAL *restrict more, int64_t n, int relu)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const REAL sum = to[i] + more[i];
+        to[i] = relu && sum < 0 ? 0 : sum;
+    }
+}
+
+/* Add another tensor to the outputs first .. end of a site, while they are still in a cache. */
+static void NAME(add)(const plan *plan, site site, int64_t first, int64_t end, const REAL *more, REAL *out)
+{
+    const int64_t channel = plan->out_height * plan->out_width, outputs = plan->out_channels;
+    for (int64_t b = site.image; b < site.image + site.images; b++) {
+        if (plan->pixels) {
+            const int64_t at = b * outputs + first;
+            NAME(add_run)(out + at, more + at, end - first, plan->relu != 0);
+            continue;
+        }
+        for (int64_t o = first; o < end; o++) {
+            const int64_t at = (b * outputs + o) * channel + site.y * plan->out_width;
+            NAME(add_run)(out + at, more + at, site.rows * plan->out_width, plan->relu != 0);
+        }
+    }
+}
+
 /* The outputs first .. end of a site. */
-static void NAME(convolve)(const plan *plan, int64_t images, const REAL *x, site site, int64_t first, int64_t end,
-                           REAL *scratch, REAL *out)
+static void NAME(convolve)(const plan *plan, int64_t images, const REAL *x, const REAL *more, site site, int64_t first,
+                           int64_t end, REAL *scratch, REAL *out)
 {
     const int64_t image = plan->in_channels * plan->height * plan->width;
     for (int64_t block = 0; block < plan->blocks; block++) {
@@ -74,13 +99,15 @@ static void NAME(convolve)(const plan *plan, int64_t images, const REAL *x, site
                             smaller(plan->channels - c, plan->per_block), scratch, plan->plane);
         else
             NAME(pack)(plan, images, x, site, block, scratch);
-        NAME(outputs)(plan, site, block, first, end, in, scratch + plan->block_size, out);
+        NAME(outputs)(plan, site, block, first, end, in, plan->relu && !more, scratch + plan->block_size, out);
     }
+    if (more) NAME(add)(plan, site, first, end, more, out);
 }
 
-/* All sites. Each thread packs what it needs for itself: to read what another core has just written takes longer
- * than to write it again. */
-void NAME(pdecay_sparse_conv)(const plan *plan, int64_t images, const REAL *x, REAL *out, REAL *scratch, int threads)
+/* All sites; `more` is NULL, or what is added to the outputs before the ReLU. Each thread packs what it needs for
+ * itself: to read what another core has just written takes longer than to write it again. */
+void NAME(pdecay_sparse_conv)(const plan *plan, int64_t images, const REAL *x, const REAL *more, REAL *out,
+                              REAL *scratch, int threads)
 {
     if (images == 0) return;
     const int64_t bands = ceiling(plan->out_height, plan->band), sites = ceiling(images, plan->group) * bands;
@@ -92,22 +119,27 @@ void NAME(pdecay_sparse_conv)(const plan *plan, int64_t images, const REAL *x, R
         site site = { .image = i / parts / bands * plan->group, .y = i / parts % bands * plan->band };
         site.images = smaller(plan->group, images - site.image);
         site.rows = smaller(plan->band, plan->out_height - site.y);
-        NAME(convolve)(plan, images, x, site, first, smaller(plan->out_channels, first + part),
+        NAME(convolve)(plan, images, x, more, site, first, smaller(plan->out_channels, first + part),
                        scratch + thread_number() * plan->scratch_size, out);
     }
 }
 
 /* A linear layer on few rows: dot products. */
-void NAME(pdecay_sparse_dots)(const plan *plan, int64_t rows, const REAL *x, REAL *out, REAL *scratch, int threads)
+void NAME(pdecay_sparse_dots)(const plan *plan, int64_t rows, const REAL *x, const REAL *more, REAL *out,
+                              REAL *scratch, int threads)
 {
     (void)scratch;
     const int64_t inputs = plan->in_channels, outputs = plan->out_channels;
     const NAME(terms) terms = {
-        .row = plan->row, .at = plan->at, .value = plan->value, .start = plan->bias, .relu = plan->relu != 0,
+        .row = plan->row, .at = plan->at, .value = plan->value, .start = plan->bias, .relu = plan->relu && !more,
     };
     #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int part = 0; part < threads; part++) {
         const int64_t first = outputs * part / threads, end = outputs * (part + 1) / threads;
-        for (int64_t r = 0; r < rows; r++) NAME(dots)(&terms, x + r * inputs, first, end, out + r * outputs);
+        for (int64_t r = 0; r < rows; r++) {
+            NAME(dots)(&terms, x + r * inputs, first, end, out + r * outputs);
+            if (more)
+                NAME(add_run)(out + r * outputs + first, more + r * outputs + first, end - first, plan->relu != 0);
+        }
     }
 }
