@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from pdecay.deployment import layers_plan, runtime
+from pdecay.deployment import layers_kernel, runtime
 from pdecay.deployment.compact import CompactError
 from pdecay.deployment.layers import SparseConv2d, SparseLinear
 from pdecay.deployment.runtime import deploy
 from pdecay.lab.models import CNN, GPT, MLP, ResNet
 
-pytestmark = pytest.mark.skipif(bool(layers_plan.available()), reason="no compiler")
+pytestmark = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -422,7 +422,7 @@ def test_the_report_is_a_table_plain_data_and_travels_with_the_model(clock):
 
 
 def test_without_a_compiler_everything_is_dense(clock, monkeypatch):
-    monkeypatch.setattr(layers_plan, "available", lambda: "no C compiler found")
+    monkeypatch.setattr(layers_kernel, "available", lambda: "no C compiler found")
     model, x = mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)
     deployed = deploy(model, x)
     assert {layer.why for layer in deployed.report.layers} == {"no C compiler found"}

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pdecay.deployment import layers_plan
+from pdecay.deployment import layers_kernel
 from pdecay.deployment.fusing import fuse
 from pdecay.deployment.layers import SparseConv2d, SparseLayer
 
-pytestmark = pytest.mark.skipif(bool(layers_plan.available()), reason="no compiler")
+pytestmark = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
 
 
 class Block(nn.Module):

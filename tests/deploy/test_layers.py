@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from pdecay.deployment import layers, layers_plan
+from pdecay.deployment import layers, layers_kernel
 from pdecay.deployment.layers import SparseConv2d, SparseLinear, why_not
 
-needs_kernel = pytest.mark.skipif(bool(layers_plan.available()), reason="no compiler")
+needs_kernel = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -190,10 +190,11 @@ def test_bytes_count_what_is_held():
     sparse = SparseLinear(dense_linear(64, 32))
     stored = sum(tensor.nbytes for tensor in sparse.state_dict().values())
     assert sparse.nbytes == stored
-    sparse(torch.randn(1, 64))  # dot products read the buffers themselves
-    assert sparse.nbytes == stored
+    sparse(torch.randn(1, 64))
+    for_a_row = sparse.nbytes
+    assert for_a_row >= stored  # dot products read the buffers themselves, tiles do not
     sparse(torch.randn(64, 64))
-    assert sparse.nbytes > stored
+    assert sparse.nbytes > for_a_row
 
 
 def test_only_so_many_shapes_are_remembered():
@@ -247,7 +248,7 @@ def test_other_dtypes_are_refused():
 
 
 def test_without_a_compiler_it_computes_densely_and_says_so_once(monkeypatch):
-    monkeypatch.setattr(layers_plan, "available", lambda: "no C compiler found")
+    monkeypatch.setattr(layers_kernel, "available", lambda: "no C compiler found")
     for dense, x in (
         (dense_linear(8, 4), torch.randn(3, 8)),
         (dense_conv(4, 8, (3, 5), padding="same"), torch.randn(2, 4, 9, 9)),

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import conv2d, linear, pad
 
-from pdecay.deployment import layers_plan
-from pdecay.deployment.layers_plan import Call, NonZeros, Shape, convolution, dots
+from pdecay.deployment import layers_kernel, layers_plan
+from pdecay.deployment.layers_kernel import Call
+from pdecay.deployment.layers_plan import NonZeros, Shape, convolution, rows
 
 pytestmark = pytest.mark.usefixtures("needs_native")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
-CUTS = ("_CACHE", "_VISIT", "_ALIGNED_PAYS", "_THREAD_WORK")
 
 
 def non_zeros(weight: Tensor, bias: Tensor) -> NonZeros:
@@ -46,7 +46,8 @@ def cut(monkeypatch):
 
     def set_(**values: float) -> None:
         for name, value in values.items():
-            monkeypatch.setattr(layers_plan, name, value)
+            module = layers_kernel if name == "_THREAD_WORK" else layers_plan
+            monkeypatch.setattr(module, name, value)
 
     return set_
 
@@ -84,6 +85,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "planned": draw(st.sampled_from([1, 4, 33])),
         "sparsity": draw(st.sampled_from([0.0, 0.5, 0.9, 0.99])),
         "relu": draw(st.booleans()),
+        "more": draw(st.booleans()),
         "dtype": draw(st.sampled_from([torch.float32, torch.float32, torch.float64])),
         "threads": draw(st.sampled_from([1, 2, 3])),
         "cache": draw(st.sampled_from([64, 1024, 32768])),
@@ -100,6 +102,7 @@ CASE = {
     "planned": 2,
     "sparsity": 0.9,
     "relu": False,
+    "more": False,
     "dtype": torch.float32,
     "threads": 1,
     "cache": 32768,
@@ -134,7 +137,8 @@ def test_as_torch_has_it(cut, threads, case):
         shape, non_zeros(weight, bias), *size[2:], images=case["planned"], relu=case["relu"]
     )
     out_shape = (case["images"], shape.out_channels, *shape.output(*size[2:]))
-    got = Call(plan, case["images"], out_shape)(x)
+    more = torch.randn(out_shape, generator=random, dtype=dtype) if case["more"] else None
+    got = Call(plan, case["images"], out_shape)(x, more)
 
     def dense(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         top, left, bottom, right = shape.padding
@@ -144,39 +148,79 @@ def test_as_torch_has_it(cut, threads, case):
         )
 
     wanted = dense(x, weight, bias)
-    assert_close(
-        got, wanted.relu() if case["relu"] else wanted, dense(x.abs(), weight.abs(), bias.abs())
-    )
+    scale = dense(x.abs(), weight.abs(), bias.abs())
+    if more is not None:
+        wanted, scale = wanted + more.double(), scale + more.double().abs()
+    assert_close(got, wanted.relu() if case["relu"] else wanted, scale)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    st.integers(1, 70),
-    st.integers(1, 70),
+    st.integers(1, 200),
+    st.integers(1, 600),
     st.sampled_from([0, 1, 2, 15, 16, 17, 128, 130, 300]),
     st.sampled_from([0.0, 0.5, 0.95, 1.0]),
     st.booleans(),
+    st.booleans(),
     st.sampled_from([torch.float32, torch.float64]),
     st.sampled_from([1, 2, 3]),
+    st.sampled_from([0, 4]),
 )
-def test_a_linear_layer_is_a_convolution_of_pixels_or_dot_products(
-    cut, threads, inputs, outputs, rows, sparsity, relu, dtype, number
+@example(32, 16, 1, 0.5, False, False, torch.float32, 1, 0)  # a single window
+@example(31, 16, 1, 0.5, False, False, torch.float32, 1, 0)  # none: dot products
+@example(1024, 1024, 1, 0.95, True, True, torch.float32, 2, 0)
+def test_a_linear_layer_is_a_convolution_of_pixels_or_goes_row_by_row(
+    cut, threads, inputs, outputs, count, sparsity, relu, with_more, dtype, number, tile_pays
 ):
     random = torch.Generator().manual_seed(1)
     weight = draw_weight(random, (outputs, inputs), sparsity, dtype)
     bias = torch.randn(outputs, generator=random, dtype=dtype)
-    x = torch.randn(rows, inputs, generator=random, dtype=dtype)
+    x = torch.randn(count, inputs, generator=random, dtype=dtype)
     wanted = linear(x.double(), weight.double(), bias.double())
     scale = linear(x.double().abs(), weight.double().abs(), bias.double().abs())
-    cut(_CACHE=64, _VISIT=1, _THREAD_WORK=1)
+    more = torch.randn(count, outputs, generator=random, dtype=dtype) if with_more else None
+    if more is not None:
+        wanted, scale = wanted + more.double(), scale + more.double().abs()
+    cut(_CACHE=64, _VISIT=1, _THREAD_WORK=1, _NEAR=2, _TILE_PAYS=tile_pays)
     threads(number)
     shape, weights = Shape(inputs, outputs), non_zeros(weight, bias)
     for plan in (
-        convolution(shape, weights, 1, 1, min(rows, 128), relu),
-        dots(shape, weights, relu),
+        convolution(shape, weights, 1, 1, min(count, 128), relu),
+        rows(shape, weights, relu),
     ):
-        got = Call(plan, rows, (rows, outputs))(x)
+        got = Call(plan, count, (count, outputs))(x, more)
         assert_close(got, wanted.relu() if relu else wanted, scale)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("at", [0, 30, 99])
+@pytest.mark.parametrize("inputs", [100, 96 + 16])
+def test_a_row_that_is_not_finite_is_read_where_weights_are_alone(inputs, at, value):
+    random = torch.Generator().manual_seed(3)
+    weight = draw_weight(random, (40, inputs), 0.9, torch.float32)
+    x = torch.randn(2, inputs, generator=random)
+    x[1, at] = value
+    got = Call(rows(Shape(inputs, 40), non_zeros(weight, torch.zeros(40)), False), 2, (2, 40))(x)
+    read = weight[:, at] != 0
+    assert 0 < read.sum() < 40
+    wanted = x.nan_to_num(0, 0, 0) @ weight.T
+    wanted[1, read] = value * weight[read, at]
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_a_matrix_is_cut_into_few_tiles():
+    if not layers_kernel.library().pdecay_has_tiles():
+        pytest.skip("short vectors, or a compiler that does not permute them")
+    random = torch.Generator().manual_seed(4)
+    weight = draw_weight(random, (1024, 1024), 0.9, torch.float32)
+    arrays = rows(Shape(1024, 1024), non_zeros(weight, torch.zeros(1024)), False).arrays
+    used = int((arrays["tile_value"] != 0).sum())
+    assert used == int((weight != 0).sum())
+    assert int(arrays["tile_base"].max()) <= 1024 - 2 * layers_kernel.lanes_of(torch.float32)
+    assert used > 0.5 * arrays["tile_value"].numel()
+    weight = draw_weight(random, (1024, 1024), 0.999, torch.float32)
+    arrays = rows(Shape(1024, 1024), non_zeros(weight, torch.zeros(1024)), False).arrays
+    assert "tile_value" not in arrays  # they would be all but empty
 
 
 @pytest.mark.parametrize("relu", [False, True])

@@ -6,11 +6,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from pdecay.deployment import layers_plan
+from pdecay.deployment import layers_kernel
 from pdecay.lab import bench_deploy, bench_deploy_report
 from pdecay.lab.data import DataError
 
-pytestmark = pytest.mark.skipif(bool(layers_plan.available()), reason="no compiler")
+pytestmark = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
 
 
 @pytest.fixture

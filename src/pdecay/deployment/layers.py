@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch.jit._trace import is_tracing
 from torch.nn import functional
 
-from pdecay.deployment import layers_plan
-from pdecay.deployment.layers_plan import Call, NonZeros, Plan, Shape, convolution, dots
+from pdecay.deployment import layers_kernel
+from pdecay.deployment.layers_kernel import Call, Plan
+from pdecay.deployment.layers_plan import NonZeros, Shape, convolution, rows
 
 __all__ = ["SparseConv2d", "SparseLayer", "SparseLinear", "why_not"]
 
 _DTYPES = (torch.float32, torch.float64)
 _PLANS = 16  # that a layer keeps
 _SHAPES = 64  # of inputs that it remembers
-_FEW_ROWS = 2  # a linear layer on up to so many rows is faster as dot products
+_FEW_ROWS = 3  # a linear layer on up to so many rows is faster row by row
 _MANY_ROWS = 128  # and this many are taken at once
 # Made from the buffers, and anew if they change.
 _MADE = ("_dtype", "_weight", "_calls", "_plans", "_dense", "_why_dense")
@@ -44,7 +45,7 @@ def why_not(layer: nn.Linear | nn.Conv2d) -> str | None:
         return f"on device {weight.device.type}, {weight.layout}"
     if weight.numel() == 0 or weight.numel() >= 2**31:
         return f"of {weight.numel()} weights"
-    return layers_plan.available()
+    return layers_kernel.available()
 
 
 class SparseLayer(nn.Module):
@@ -179,7 +180,7 @@ class SparseLayer(nn.Module):
         self._calls: dict[torch.Size, Call] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._dense: Tensor | None = None
-        self._why_dense = layers_plan.available()
+        self._why_dense = layers_kernel.available()
 
     def _plan(self, key: tuple[int, ...], make: Callable[[], Plan]) -> Plan:
         if key not in self._plans:
@@ -258,15 +259,15 @@ class SparseLinear(SparseLayer):
             )
 
     def _prepare(self, shape: torch.Size) -> Call:
-        rows = shape[:-1].numel()
-        if rows <= _FEW_ROWS:
-            plan = self._plan((1,), lambda: dots(self.shape, self._weight, self.relu))
+        count = shape[:-1].numel()
+        if count <= _FEW_ROWS:
+            plan = self._plan((1,), lambda: rows(self.shape, self._weight, self.relu))
         else:  # one plan serves all counts of rows that take as many vectors
-            images = min(_MANY_ROWS, -(-rows // 16) * 16)
+            images = min(_MANY_ROWS, -(-count // 16) * 16)
             plan = self._plan(
                 (images,), lambda: convolution(self.shape, self._weight, 1, 1, images, self.relu)
             )
-        return Call(plan, rows, (*shape[:-1], self.shape.out_channels))
+        return Call(plan, count, (*shape[:-1], self.shape.out_channels))
 
     def _compute_densely(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)

@@ -9,30 +9,29 @@ core. A linear layer is a convolution of images of one pixel.
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pdecay.kernels.build import KernelUnavailable, load
+from pdecay.deployment.layers_kernel import Plan, function, integer, lanes_of, library
 
-__all__ = ["Call", "NonZeros", "Plan", "Shape", "available", "convolution", "dots"]
+__all__ = ["NonZeros", "Shape", "convolution", "rows"]
 
 _STRIP = 8  # as in sparse_conv.c: the most lines of a strip
+_PICKS = 4  # and the tiles that share a word
+_NEAR = 16  # groups of outputs among which a tile's are chosen
+_TILE_PAYS = 4  # non-zeros that a tile should have: as many terms of dot products take as long
 _CACHE = 32 * 1024  # bytes of packed input that stay close to the core
 # What a visit to an output's strip has to be worth: non-zeros, on strips of four lines or more.
 _VISIT = 10
 # Packing each column of the kernel apart aligns all reads. It pays from so many non-zeros on for
 # each plane that is written.
 _ALIGNED_PAYS = 11
-# Threads cost a few microseconds to start: multiply-adds that each should have.
-_THREAD_WORK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -82,98 +81,47 @@ class NonZeros:
     bias: Tensor
 
 
-class _Struct(ctypes.Structure):
-    """`plan` of sparse_conv.c."""
-
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("in_channels", "height", "width", "out_channels", "out_height", "out_width"),
-            *("stride_y", "stride_x", "relu", "group", "band", "channels", "blocks", "per_block"),
-            *("shifts", "phases", "rows", "line", "plane", "mask_pitch", "block_size"),
-            *("sums_pitch", "scratch_size", "in_place", "pixels", "whole_rows", "whole_image"),
-        )
-    ] + [
-        (name, ctypes.c_void_p)
-        for name in ("channel", "shift", "phase", "mask", "row", "at", "value", "bias")
-    ]
-
-
-def available() -> str | None:
-    """None if the kernel is or can be compiled here, else the reason."""
-    try:
-        _library()
-    except KernelUnavailable as reason:
-        return str(reason)
-    return None
-
-
-class Call:
-    """A plan on one shape of input: all that a call takes, made once.
-
-    Args:
-        plan: what the kernel goes by.
-        count: how many images or rows the input has.
-        out_shape: the shape of the output.
-    """
-
-    def __init__(self, plan: Plan, count: int, out_shape: tuple[int, ...]) -> None:
-        self._plan = plan  # its memory is read in every call
-        self._address = ctypes.addressof(plan.struct)
-        self._function = plan.function
-        self._scratch = plan.scratch
-        self._count = count
-        # `empty_like` takes half the time of `empty`; this holds one number.
-        self._like = torch.empty((), dtype=plan.dtype).expand(out_shape)
-        self._threads = max(1, count * plan.work // _THREAD_WORK)
-
-    def __call__(self, x: Tensor, more: Tensor | None) -> Tensor:
-        """`x` is contiguous, and of the shape and dtype that this is made for."""
-        out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
-        threads = min(torch.get_num_threads(), self._threads)
-        scratch = _scratch(threads * self._scratch) if self._scratch else None
-        if more is not None:
-            more = more.expand_as(self._like).contiguous()
-        self._function(
-            *(self._address, self._count, x.data_ptr(), None if more is None else more.data_ptr()),
-            *(out.data_ptr(), scratch, threads),
-        )
-        return out
-
-
-class Plan:
-    """What the kernel goes by, held as long as it may be called.
-
-    Args:
-        name: of the kernel's function.
-        arrays: all that it reads.
-        work: multiply-adds of an image.
-        scratch: bytes of a thread.
-        numbers: the other fields of `plan` in sparse_conv.c.
-    """
-
-    def __init__(
-        self, name: str, arrays: dict[str, Tensor], work: int, scratch: int, **numbers: int
-    ) -> None:
-        pointers = {field: array.data_ptr() for field, array in arrays.items()}
-        self.struct = _Struct(**pointers, **numbers)
-        self.dtype = arrays["value"].dtype
-        self.function = _function(name, self.dtype)
-        self.arrays = arrays
-        self.work = work
-        self.scratch = scratch
-
-
-def dots(shape: Shape, weight: NonZeros, relu: bool) -> Plan:
-    """A linear layer on few rows: a dot product for each number of the output."""
+def rows(shape: Shape, weight: NonZeros, relu: bool) -> Plan:
+    """A linear layer on few rows: tiles where the kernel has them and they pay, or dot products."""
     arrays = {"at": weight.columns, "row": weight.row, "value": weight.values, "bias": weight.bias}
-    work = 16 * len(weight.values)  # each takes as long as a whole vector elsewhere
-    return Plan(
-        *("dots", arrays, work, 0),
-        in_channels=shape.in_channels,
-        out_channels=shape.out_channels,
-        relu=relu,
-    )
+    numbers = {"in_channels": shape.in_channels, "out_channels": shape.out_channels, "relu": relu}
+    tiles: dict[str, Tensor] = {}
+    if library().pdecay_has_tiles() and shape.in_channels >= 2 * lanes_of(weight.values.dtype):
+        tiles = _tiles(shape, weight, arrays, numbers)
+    # A tile takes as long as half a vector elsewhere for each non-zero, a dot product as a whole.
+    work = (8 if tiles else 16) * len(weight.values)
+    return Plan("rows", arrays | tiles, work, 0, **numbers)
+
+
+def _tiles(
+    shape: Shape, weight: NonZeros, arrays: dict[str, Tensor], numbers: dict[str, int]
+) -> dict[str, Tensor]:
+    """The matrix as sparse_tiles.h has it, or nothing where its tiles would hold too little."""
+    dtype = weight.values.dtype
+    lanes = lanes_of(dtype)
+    # Outputs of as many non-zeros come together, but none from afar: two threads would write to
+    # the same lines of the cache.
+    counts = weight.row.diff()
+    near = torch.arange(len(counts)) // (_NEAR * lanes)
+    order = torch.argsort(near * (shape.in_channels + 1) + counts, stable=True).int()
+    start = torch.zeros(math.ceil(len(order) / lanes) + 1, dtype=torch.int64)
+    matrix = Plan("rows", {**arrays, "order": order}, 0, 0, **numbers)
+    cut = partial(function("cut", dtype), ctypes.addressof(matrix.struct))
+    cut(start.data_ptr(), None, None, None)
+    tiles = int(start[-1])
+    if len(weight.values) < _TILE_PAYS * tiles:
+        return {}
+    base = torch.zeros(tiles, dtype=torch.int32)
+    pick = torch.zeros(tiles // _PICKS * lanes, dtype=integer(dtype))
+    value = torch.zeros(tiles * lanes, dtype=dtype)
+    cut(start.data_ptr(), base.data_ptr(), pick.data_ptr(), value.data_ptr())
+    return {
+        "order": order,
+        "tile_start": start,
+        "tile_base": base,
+        "tile_pick": pick,
+        "tile_value": value,
+    }
 
 
 def convolution(
@@ -181,7 +129,7 @@ def convolution(
 ) -> Plan:
     """A layer on images of one size; `images` is the number that it is best for."""
     dtype = weight.values.dtype
-    lanes = _library().pdecay_vector_bytes() // dtype.itemsize
+    lanes = lanes_of(dtype)
     taps = _taps(shape, weight)
     planes = _planes(shape, taps, height, width, max(1, images), lanes)
     per_block, blocks = _blocks(shape, taps, planes, lanes, dtype.itemsize)
@@ -399,30 +347,4 @@ def _mask(
     if planes.kind == "image":
         y = torch.arange(planes.rows).repeat_interleave(planes.line) - shape.padding[0]
         inside &= (y >= 0) & (y < height)
-    integer = torch.int32 if dtype.itemsize == 4 else torch.int64
-    return pad(-inside.to(integer), (0, lanes))
-
-
-_local = threading.local()
-
-
-def _scratch(size: int) -> int:
-    """The address of room for so many bytes, of this thread and reused by all of its calls."""
-    kept: Tensor | None = getattr(_local, "kept", None)
-    if kept is None or kept.nbytes < size:
-        _local.kept = kept = torch.zeros(size, dtype=torch.uint8)
-    return kept.data_ptr()
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    return load("sparse_conv")
-
-
-@functools.cache
-def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
-    function = getattr(_library(), f"pdecay_sparse_{name}_f{8 * dtype.itemsize}")
-    pointer = ctypes.c_void_p
-    function.argtypes = [pointer, ctypes.c_int64, *[pointer] * 4, ctypes.c_int]
-    function.restype = None
-    return cast("Callable[..., None]", function)
+    return pad(-inside.to(integer(dtype)), (0, lanes))

@@ -5,7 +5,7 @@
  * that strips are contiguous, and block by block, so that the block fits a cache close by. A linear layer is a
  * convolution of images of one pixel.
  *
- * Python decides how the work is cut (pdecay/deployment/plans.py) and has checked all sizes: it is the only caller.
+ * Python decides how the work is cut (pdecay/deployment/layers_plan.py) and has checked all sizes: it is the only caller.
  */
 #include <stdint.h>
 #include <string.h>
@@ -36,7 +36,15 @@
 #define LOG2_FLOATS 2
 #endif
 
+/* Whether linear layers on few rows are cut into tiles (sparse_tiles.h). */
+#if defined(__AVX__) && !defined(__clang__)
+#define TILES 1
+#else
+#define TILES 0
+#endif
+
 enum { STRIP = 8, CHAINS = 4 };         /* vectors of a strip; sums side by side where strips are short */
+enum { PICKS = 4 };                     /* tiles that share a word */
 
 /* How the work is cut. The site of a piece of work is a group of images and a band of output rows. Counts are in
  * numbers, not bytes. */
@@ -62,6 +70,11 @@ typedef struct {
     const int64_t *row;         /* the non-zeros of each block and output */
     const int32_t *at;
     const void *value, *bias;
+    /* Of tiles: the outputs in the order of their groups, the first tile of each group, and what a tile has. */
+    const int32_t *order;
+    const int64_t *tile_start;
+    const int32_t *tile_base;
+    const void *tile_pick, *tile_value;
 } plan;
 
 typedef struct { int64_t image, images, y, rows; } site;
@@ -76,6 +89,7 @@ static int64_t ceiling(int64_t a, int64_t b) { return a > 0 ? (a + b - 1) / b : 
 #define LANES (VECTOR_BYTES / 4)
 #define LOG2_LANES LOG2_FLOATS
 #include "sparse_walk.h"
+#include "sparse_tiles.h"
 #include "sparse_pack.h"
 #include "sparse_conv.h"
 #undef REAL
@@ -90,8 +104,10 @@ static int64_t ceiling(int64_t a, int64_t b) { return a > 0 ? (a + b - 1) / b : 
 #define LANES (VECTOR_BYTES / 8)
 #define LOG2_LANES (LOG2_FLOATS - 1)
 #include "sparse_walk.h"
+#include "sparse_tiles.h"
 #include "sparse_pack.h"
 #include "sparse_conv.h"
 
 /* Bytes of a vector: what Python cuts the work by. */
 int pdecay_vector_bytes(void) { return VECTOR_BYTES; }
+int pdecay_has_tiles(void) { return TILES; }

@@ -124,8 +124,8 @@ void NAME(pdecay_sparse_conv)(const plan *plan, int64_t images, const REAL *x, c
     }
 }
 
-/* A linear layer on few rows: dot products. */
-void NAME(pdecay_sparse_dots)(const plan *plan, int64_t rows, const REAL *x, const REAL *more, REAL *out,
+/* A linear layer on few rows: tiles, if it is cut into them; else dot products. */
+void NAME(pdecay_sparse_rows)(const plan *plan, int64_t rows, const REAL *x, const REAL *more, REAL *out,
                               REAL *scratch, int threads)
 {
     (void)scratch;
@@ -137,9 +137,18 @@ void NAME(pdecay_sparse_dots)(const plan *plan, int64_t rows, const REAL *x, con
     for (int part = 0; part < threads; part++) {
         const int64_t first = outputs * part / threads, end = outputs * (part + 1) / threads;
         for (int64_t r = 0; r < rows; r++) {
-            NAME(dots)(&terms, x + r * inputs, first, end, out + r * outputs);
-            if (more)
-                NAME(add_run)(out + r * outputs + first, more + r * outputs + first, end - first, plan->relu != 0);
+            const REAL *from = x + r * inputs, *add = more ? more + r * outputs : NULL;
+            REAL *to = out + r * outputs;
+#if TILES
+            if (plan->tile_start && NAME(all_finite)(from, inputs)) {
+                const int64_t groups = ceiling(outputs, LANES);
+                NAME(tiles)(plan, from, add, NAME(group_at)(plan, groups, part, threads),
+                            NAME(group_at)(plan, groups, part + 1, threads), to);
+                continue;
+            }
+#endif
+            NAME(dots)(&terms, from, first, end, to);
+            if (add) NAME(add_run)(to + first, add + first, end - first, plan->relu != 0);
         }
     }
 }

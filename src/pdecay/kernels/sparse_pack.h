@@ -12,8 +12,6 @@
  * over into what is written next.
  */
 
-typedef INTEGER NAME(loose_bits) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL)), may_alias));
-
 INLINE void NAME(zero)(REAL *to, int64_t n)
 {
     for (int64_t i = 0; i < n; i += LANES) {

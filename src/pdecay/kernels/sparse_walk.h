@@ -12,6 +12,7 @@
 typedef REAL NAME(vector) __attribute__((vector_size(VECTOR_BYTES)));
 typedef REAL NAME(loose) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL)), may_alias));
 typedef INTEGER NAME(bits) __attribute__((vector_size(VECTOR_BYTES)));
+typedef INTEGER NAME(loose_bits) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL)), may_alias));
 
 INLINE NAME(vector) NAME(load)(const REAL *from) { return *(const NAME(loose) *)from; }
 INLINE void NAME(store)(REAL *to, NAME(vector) x) { *(NAME(loose) *)to = x; }

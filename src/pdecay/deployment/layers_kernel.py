@@ -1,0 +1,143 @@
+"""Calls of `sparse_conv.c`: the plan that it goes by, and the memory that it needs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from pdecay.kernels.build import KernelUnavailable, load
+
+# Threads cost a few microseconds to start: multiply-adds that each should have.
+_THREAD_WORK = 1 << 16
+
+
+class _Struct(ctypes.Structure):
+    """`plan` of sparse_conv.c."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("in_channels", "height", "width", "out_channels", "out_height", "out_width"),
+            *("stride_y", "stride_x", "relu", "group", "band", "channels", "blocks", "per_block"),
+            *("shifts", "phases", "rows", "line", "plane", "mask_pitch", "block_size"),
+            *("sums_pitch", "scratch_size", "in_place", "pixels", "whole_rows", "whole_image"),
+        )
+    ] + [
+        (name, ctypes.c_void_p)
+        for name in (
+            *("channel", "shift", "phase", "mask", "row", "at", "value", "bias"),
+            *("order", "tile_start", "tile_base", "tile_pick", "tile_value"),
+        )
+    ]
+
+
+def available() -> str | None:
+    """None if the kernel is or can be compiled here, else the reason."""
+    try:
+        library()
+    except KernelUnavailable as reason:
+        return str(reason)
+    return None
+
+
+class Call:
+    """A plan on one shape of input: all that a call takes, made once.
+
+    Args:
+        plan: what the kernel goes by.
+        count: how many images or rows the input has.
+        out_shape: the shape of the output.
+    """
+
+    def __init__(self, plan: Plan, count: int, out_shape: tuple[int, ...]) -> None:
+        self._plan = plan  # its memory is read in every call
+        self._address = ctypes.addressof(plan.struct)
+        self._function = plan.function
+        self._scratch = plan.scratch
+        self._count = count
+        # `empty_like` takes half the time of `empty`; this holds one number.
+        self._like = torch.empty((), dtype=plan.dtype).expand(out_shape)
+        self._threads = max(1, count * plan.work // _THREAD_WORK)
+
+    def __call__(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        """The output. `x` is contiguous, of the shape and dtype that this is made for.
+
+        `more`, if given, is added before a ReLU; it has the output's shape, or spreads to it.
+        """
+        out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
+        threads = min(torch.get_num_threads(), self._threads)
+        scratch = _scratch(threads * self._scratch) if self._scratch else None
+        if more is not None:
+            more = more.expand_as(self._like).contiguous()
+        self._function(
+            *(self._address, self._count, x.data_ptr(), None if more is None else more.data_ptr()),
+            *(out.data_ptr(), scratch, threads),
+        )
+        return out
+
+
+class Plan:
+    """What the kernel goes by, held as long as it may be called.
+
+    Args:
+        name: of the kernel's function.
+        arrays: all that it reads.
+        work: multiply-adds of an image.
+        scratch: bytes of a thread.
+        numbers: the other fields of `plan` in sparse_conv.c.
+    """
+
+    def __init__(
+        self, name: str, arrays: dict[str, Tensor], work: int, scratch: int, **numbers: int
+    ) -> None:
+        pointers = {field: array.data_ptr() for field, array in arrays.items()}
+        self.struct = _Struct(**pointers, **numbers)
+        self.dtype = arrays["value"].dtype
+        self.function = function(name, self.dtype)
+        self.arrays = arrays
+        self.work = work
+        self.scratch = scratch
+
+
+_local = threading.local()
+
+
+def _scratch(size: int) -> int:
+    """The address of room for so many bytes, of this thread and reused by all of its calls."""
+    kept: Tensor | None = getattr(_local, "kept", None)
+    if kept is None or kept.nbytes < size:
+        _local.kept = kept = torch.zeros(size, dtype=torch.uint8)
+    return kept.data_ptr()
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernel."""
+    return load("sparse_conv")
+
+
+def lanes_of(dtype: torch.dtype) -> int:
+    """The numbers of a vector."""
+    return int(library().pdecay_vector_bytes()) // dtype.itemsize
+
+
+def integer(dtype: torch.dtype) -> torch.dtype:
+    """The integers that are as long as such numbers."""
+    return torch.int32 if dtype.itemsize == 4 else torch.int64
+
+
+@functools.cache
+def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    """One of the kernel's functions, for numbers of a dtype."""
+    found = getattr(library(), f"pdecay_sparse_{name}_f{8 * dtype.itemsize}")
+    pointer = ctypes.c_void_p
+    work = [pointer, ctypes.c_int64, *[pointer] * 4, ctypes.c_int]
+    found.argtypes = [pointer] * 5 if name == "cut" else work
+    found.restype = None
+    return cast("Callable[..., None]", found)
