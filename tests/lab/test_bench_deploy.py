@@ -54,10 +54,16 @@ def test_the_report_shows_writes_and_draws(digits, tmp_path, monkeypatch):
     assert "CIFAR-10 ResNet is left out: no images here. Put them there." in shown
     assert "Linear 1024x1024" in shown
     assert "digits MLP" in shown
+    assert "else, at 90% on 1 thread, batch 16: " in shown
     written = json.loads((tmp_path / "deploy.json").read_text())
     assert len(written["layers"]) == 1
     assert len(written["networks"]) == 4  # two sparsities, two batches
     assert all(one["deployed"] > 0 and one["ratio"] > 0 for one in written["networks"])
+    assert all(taken > 0 for one in written["networks"] for _, taken in one["functions"])
+    tables = (tmp_path / "deploy.md").read_text().split("\n\n")
+    assert tables[0].splitlines()[2].startswith("| Linear 1024x1024, 95 % | 1 | ")
+    assert len(tables[1].splitlines()) == 2 + 4
+    assert len({line.count("|") for line in tables[1].splitlines()}) == 1
     assert (tmp_path / "deploy.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import functools
 import logging
+import statistics
 import tempfile
+import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import pdecay
 from pdecay.deployment.layers import SparseConv2d, SparseLayer, SparseLinear
@@ -28,6 +33,7 @@ from pdecay.lab.schedule import schedule
 from pdecay.lab.tasks import Task, task
 
 SPARSITIES = (0.9, 0.95)
+_FUNCTIONS = 4  # that are named
 
 Report = Callable[[str], None]
 
@@ -220,6 +226,7 @@ class NetworkCost:
         dense_bytes, deployed_bytes: parameters and buffers.
         chosen: what deploy chose.
         layers: for each layer its name, what it is, and its time alone.
+        functions: of what is no layer, the functions that take longest, and their times in a run.
     """
 
     name: str
@@ -237,6 +244,7 @@ class NetworkCost:
     deployed_bytes: int
     chosen: str
     layers: list[tuple[str, str, float]]
+    functions: list[tuple[str, float]]
 
 
 def network_costs(
@@ -261,6 +269,7 @@ def network_costs(
                     functools.partial(deployed, x),
                 ]
                 taken = interleaved(runs, rounds=7, seconds=seconds, turn=20e-3)
+                functions = _function_times(deployed, x)
                 # By itself: between the others' turns, its threads would spin on their cores.
                 session = onnx_session(found.model, x, count)
                 if session is not None:
@@ -286,6 +295,7 @@ def network_costs(
                 deployed_bytes=report.deployed_bytes,
                 chosen=report.chosen,
                 layers=_times_of(report),
+                functions=functions,
             )
 
 
@@ -296,6 +306,34 @@ def _times_of(report: DeployReport) -> list[tuple[str, str, float]]:
         for layer in report.layers
         if (taken := layer.sparse_time if layer.choice == "sparse" else layer.dense_time)
     ]
+
+
+class _Clock(TorchFunctionMode):
+    """Takes the time of each function of torch that Python calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: defaultdict[str, float] = defaultdict(float)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        began = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        self.taken[getattr(func, "__name__", "")] += time.perf_counter() - began
+        return result
+
+
+def _function_times(model: nn.Module, x: Tensor) -> list[tuple[str, float]]:
+    """The functions besides linear and convolutional layers that take longest; microseconds."""
+    runs: list[defaultdict[str, float]] = []
+    for _ in range(11):
+        with _Clock() as clock:
+            model(x)
+        runs.append(clock.taken)
+    medians = {name: statistics.median(run[name] for run in runs) for name in runs[-1]}
+    others = [(name, 1e6 * medians[name]) for name in medians if name not in ("linear", "conv2d")]
+    return sorted(others, key=lambda one: one[1], reverse=True)[:_FUNCTIONS]
 
 
 def onnx_session(model: nn.Module, x: Tensor, threads: int) -> Callable[[], object] | None:

@@ -28,7 +28,7 @@ _COLORS = {0.9: GREEN, 0.95: BLUE, 0.99: VERMILION}
 
 
 def run(out: Path, *, quick: bool, console: Console | None = None) -> None:
-    """Measure, print, and write ``deploy.json``, ``deploy.png`` and trained networks to `out`."""
+    """Measure and print; write ``deploy.json``, ``.md``, ``.png`` and trained networks to `out`."""
     console = console or Console(width=max(120, Console().width))  # its tables are wide
     threads = [1] if quick or (os.cpu_count() or 1) < 2 else [1, 2]
     layers: list[LayerCost] = []
@@ -56,8 +56,10 @@ def run(out: Path, *, quick: bool, console: Console | None = None) -> None:
         "networks": [_rounded(asdict(cost)) for cost in networks],
     }
     (out / "deploy.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / "deploy.md").write_text(_markdown(layers, networks), encoding="utf-8")
     _draw(layers, networks, out / "deploy.png")
-    console.print(f"written: {out / 'deploy.json'}, {out / 'deploy.png'}", highlight=False)
+    names = ", ".join(str(out / f"deploy.{kind}") for kind in ("json", "md", "png"))
+    console.print(f"written: {names}", highlight=False)
 
 
 def _rounded(value: Any) -> Any:
@@ -113,6 +115,8 @@ def _network_table(costs: Sequence[NetworkCost]) -> Table:
         *("zeros", "acc. %", "threads", "batch", "dense us", "ONNX us", "us", "x dense", "x ONNX"),
         *("% in sparse", "% in dense", "% else", "kB"),
     )
+    made.caption = "\n".join(_elsewhere(cost) for cost in costs)
+    made.caption_justify = "left"
     for cost in costs:
         share = {"sparse": 0.0, "dense": 0.0}
         for _, kind, taken in cost.layers:
@@ -133,6 +137,57 @@ def _network_table(costs: Sequence[NetworkCost]) -> Table:
             f"{cost.deployed_bytes / 1e3:,.0f}",
         )
     return made
+
+
+def _elsewhere(cost: NetworkCost) -> str:
+    """Where the time of a deployed model goes besides its layers."""
+    parts = ", ".join(
+        f"{name} {100 * taken / cost.deployed:.0f} %" for name, taken in cost.functions
+    )
+    return (
+        f"else, at {cost.sparsity:.0%} on {cost.threads} thread{'s' * (cost.threads > 1)}, "
+        f"batch {cost.batch}: {parts}"
+    )
+
+
+def _markdown(layers: Sequence[LayerCost], networks: Sequence[NetworkCost]) -> str:
+    """Both tables as the documentation has them: ratios alone, a column for each of the threads."""
+    threads = list(dict.fromkeys(cost.threads for cost in layers))
+    on = [f"{count} thread{'s' * (count > 1)}" for count in threads]
+    rows = [["layer, zeros", "batch", *on, "aim"]]
+    for name, batch in dict.fromkeys((cost.name, cost.batch) for cost in layers):
+        these = [cost for cost in layers if (cost.name, cost.batch) == (name, batch)]
+        first = [cost for cost in these if cost.threads == threads[0]]
+        zeros = "/".join(f"{100 * cost.sparsity:.0f}" for cost in first)
+        ratios = [
+            "; ".join(f"{cost.ratio:.1f}" for cost in these if cost.threads == count)
+            for count in threads
+        ]
+        aims = "/".join(f"{cost.wanted:g}" for cost in first)
+        rows.append([f"{name}, {zeros} %", str(batch), *ratios, aims])
+    text = _pipes(rows)
+    rows = [["network", "zeros", "accuracy %", "batch", *(f"x dense, {count}" for count in on)]]
+    rows[0] += [*(f"x ONNX Runtime, {count}" for count in on), "MB, dense", "MB, deployed"]
+    keys = dict.fromkeys((cost.name, cost.sparsity, cost.batch) for cost in networks)
+    for key in keys:
+        same = [cost for cost in networks if (cost.name, cost.sparsity, cost.batch) == key]
+        first_cost = same[0]
+        rows.append(
+            [
+                *(first_cost.name, f"{100 * first_cost.sparsity:.0f} %"),
+                *(f"{first_cost.accuracy:.1f}", str(first_cost.batch)),
+                *(f"{cost.ratio:.1f}" for cost in same),
+                *("" if cost.onnx_ratio is None else f"{cost.onnx_ratio:.1f}" for cost in same),
+                f"{first_cost.dense_bytes / 1e6:.2f}",
+                f"{first_cost.deployed_bytes / 1e6:.2f}",
+            ]
+        )
+    return f"{text}\n{_pipes(rows)}"
+
+
+def _pipes(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *body))
 
 
 def _draw(layers: Sequence[LayerCost], networks: Sequence[NetworkCost], path: Path) -> None:
@@ -177,5 +232,6 @@ def _bars(axes: Axes, costs: Sequence[LayerCost] | Sequence[NetworkCost], title:
 
 def _short(name: str) -> str:
     """A name in short lines, for a tick of its own."""
-    words = name.replace(" channels", "").replace("Conv2d ", "").replace("Linear ", "Linear\n")
+    words = name.replace(" channels", "").replace("Conv2d ", "")
+    words = words.replace("Linear 1024x1024", "Linear\n1024")
     return words.replace(", ", "\n")
