@@ -11,7 +11,7 @@ from torch import nn
 from pdecay.deployment.compact import compact
 from pdecay.deployment.compact.inputs import Inputs
 from pdecay.deployment.compact.trace import tensors_of
-from pdecay.deployment.compact.verify import difference, outputs
+from pdecay.deployment.compact.verify import agree, agree_in_float64, difference, outputs
 
 from .models import kill, trained
 
@@ -108,8 +108,8 @@ def test_outputs_stay_whatever_was_killed(seed, name):
     smaller = compact(model, example)
     other = Inputs.of(example).others(torch.Generator().manual_seed(99))
     expected = outputs(model, other)
-    assert difference(expected, outputs(smaller, other)) < 1e-5
-    if name not in ("MambaForCausalLM", "MixtralForCausalLM"):  # whose units hang together
+    assert agree(expected, outputs(smaller, other)) or agree_in_float64(model, smaller, other)
+    if name != "MambaForCausalLM":  # whose units hang together
         assert smaller.compact_report.units > 0
     # else a dead network would be a test that cannot fail
     assert difference(expected, outputs(model, Inputs.of(example))) > 1e-3

@@ -159,6 +159,33 @@ def test_what_is_normalised_together_stays(norm):
     assert "mixes all of them" in reasons(smaller)["0.weight"]
 
 
+@pytest.mark.parametrize(("unevenness", "left"), [(1e-7, 4), (1e-4, 5)])
+def test_a_constant_is_one_up_to_rounding(unevenness, left):
+    model = Model(
+        lambda self, x: self.out(self.layer(x) + self.rows),
+        layer=nn.Linear(3, 5),
+        out=nn.Linear(5, 2),
+    )
+    model.register_buffer("rows", torch.ones(4, 5) + unevenness * torch.arange(4)[:, None])
+    model.layer.weight.data[1] = 0
+    smaller = compacted(model, torch.randn(4, 3))
+    assert smaller.layer.out_features == left
+    assert left == 4 or "not the same everywhere" in reasons(smaller)["layer.weight"]
+
+
+def test_rounding_errors_that_the_model_makes_anyway():
+    def forward(self, x):
+        return (self.body(x) + 1e3) - 1e3
+
+    body = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64))
+    body[0].weight.data[1] = 0  # a constant, that is added to all in another order now
+    model = Model(forward, body=body)
+    smaller = compact(model, torch.randn(64, 3))
+    assert smaller.body[0].out_features == 63
+    assert smaller.compact_report.difference > 1e-5
+    assert compact(model.double(), torch.randn(64, 3).double()).compact_report.difference < 1e-12
+
+
 def test_two_zeros_that_are_zero_only_together_with_another_constant():
     """a = b = u - 1 with u = 1: neither is read, since the other is zero, yet one has to stay."""
     model = Model(
@@ -279,6 +306,18 @@ def test_the_bias_of_the_layer_that_runs_not_of_the_one_that_shares_its_weight()
     assert smaller.body.out_features == 4
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_dimensions_of_an_embedding_bag(mode):
+    model = nn.Sequential(nn.EmbeddingBag(9, 6, mode=mode), nn.Linear(6, 3))
+    model[1].weight.data[:, 1] = 0
+    model[0].weight.data[:, 2] = 0
+    model[0].weight.data[:, 3] = 0.5  # a constant, but for bags that are empty or of another size
+    other = [torch.tensor([3, 1, 8]), torch.tensor([0, 2, 2])]  # the second bag is empty
+    smaller = compact(model, torch.randint(0, 9, (4, 5)))
+    assert smaller[0].embedding_dim == smaller[1].in_features == 4
+    torch.testing.assert_close(smaller[1](smaller[0](*other)), model[1](model[0](*other)))
+
+
 def test_tied_embeddings_are_left_alone():
     model = Model(
         lambda self, tokens: self.head(self.words(tokens)),
@@ -301,6 +340,18 @@ def test_masks_of_torch_prune_are_cut_with_the_weights():
     smaller = compacted(model, torch.randn(4, 3))
     assert smaller[0].out_features == 5
     assert smaller[2].weight_mask.shape == smaller[2].weight_orig.shape == (2, 5)
+
+
+def test_weight_norm_lets_go_of_zeros_only():
+    layers = [parametrizations.weight_norm(nn.Conv1d(6, 6, 3, padding=1)) for _ in range(3)]
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+    directions = [layer.parametrizations.weight.original1.data for layer in layers]
+    directions[1][:, 2] = 0  # channel 2 of the first is not read
+    layers[1].parametrizations.weight.original0.data[4] = 0  # channel 4 of the second is zero,
+    layers[1].bias.data[4] = 0  # yet what reads it is part of a norm
+    smaller = compacted(model, torch.randn(2, 6, 9))
+    assert [tuple(layer.weight.shape[:2]) for layer in smaller[::2]] == [(5, 6), (6, 5), (6, 6)]
+    assert "mixes all of them" in reasons(smaller)["2.parametrizations.weight.original1"]
 
 
 def test_a_weight_that_is_computed_from_all_of_it():
@@ -388,9 +439,22 @@ def test_what_dies_with_the_dead():
     assert [layer.out_features for layer in smaller] == [5, 5, 5, 6]
 
 
-def test_a_group_of_channels_that_only_the_second_look_finds():
+def test_channels_that_only_a_dead_group_reads():
     model = nn.Sequential(nn.Conv2d(2, 6, 1), nn.Conv2d(6, 6, 1, groups=2), nn.Conv2d(6, 2, 1))
     model[2].weight.data[:, :3] = 0  # the first group is not read, and the only one to read
     model[1].weight.data[3:, 1] = 0  # the second channel of each group
     smaller = compacted(model, torch.randn(2, 2, 4, 4))
     assert (smaller[1].groups, smaller[1].in_channels, smaller[0].out_channels) == (1, 2, 2)
+
+
+def test_a_bias_that_the_first_look_adds_and_the_second_cuts():
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.Linear(4, 4, bias=False), Doubling(4, 4), nn.Linear(4, 2)
+    )
+    model[0].weight.data[1] = 0  # a constant: the next layer is given a bias for it
+    model[1].weight.data[2, [0, 2, 3]] = 0  # one that it makes, for a layer that takes none
+    model[2].weight.data[:3, 2] = 0
+    model[2].weight.data[3, [0, 1, 3]] = 0  # which makes one of it for a layer that does
+    smaller = compacted(model, torch.randn(4, 3))
+    assert [layer.out_features for layer in smaller] == [3, 3, 3, 2]
+    assert smaller[1].bias.shape == (3,)

@@ -9,6 +9,7 @@ long as that helps. Where none does, the units in question stay, with that reaso
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -16,7 +17,17 @@ from pdecay.deployment.compact.inputs import Inputs
 from pdecay.deployment.compact.plan import Plan, units_of
 from pdecay.deployment.compact.surgery import Attributes, smaller
 from pdecay.deployment.compact.trace import Call, Trace, record
-from pdecay.deployment.compact.verify import agree, parting
+from pdecay.deployment.compact.verify import agree, agree_in_float64, parting
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A smaller model with some attributes set, where it does not do what it should, and why."""
+
+    attributes: Attributes
+    model: nn.Module
+    parts_at: int | None
+    why: str = ""
 
 
 class Fitting:
@@ -31,33 +42,36 @@ class Fitting:
 
     def fit(self) -> nn.Module | None:
         """The smaller model; None where units were told to stay, so that a new plan is needed."""
-        made, parts_at = self._attempt(self.attributes)
-        while parts_at is not None:
-            better = self._better(parts_at)
+        attempt = self._attempt(self.attributes)
+        while attempt.parts_at is not None:
+            better = self._better(attempt.parts_at)
             if better is None:
-                self._give_up(parts_at)
+                self._give_up(attempt.parts_at, attempt.why)
                 return None
-            self.attributes, made, parts_at = better
-        return made
+            attempt = better
+            self.attributes = attempt.attributes
+        return attempt.model
 
-    def _attempt(self, attributes: Attributes) -> tuple[nn.Module, int | None]:
-        """A smaller model, and where it does not do what it should."""
+    def _attempt(self, attributes: Attributes) -> _Attempt:
         made = smaller(self.model, self.plan, self.trace, attributes)
         run = record(made, self.inputs)
         expected = [value.tensor for value in self.trace.outputs]
         if run.error is None and agree(expected, [value.tensor for value in run.outputs]):
-            return made, None
+            return _Attempt(attributes, made, None)
         at = parting(self.plan, self.trace, run)
-        return made, len(self.trace.calls) - 1 if at is None else at
+        if at is None and agree_in_float64(self.model, made, self.inputs):
+            return _Attempt(attributes, made, None)
+        why = "needs this size" if run.error else "computes something else without them"
+        return _Attempt(attributes, made, len(self.trace.calls) - 1 if at is None else at, why)
 
-    def _better(self, parts_at: int) -> tuple[Attributes, nn.Module, int | None] | None:
-        """Attributes with which the model gets further."""
+    def _better(self, parts_at: int) -> _Attempt | None:
+        """An attempt with more attributes that gets further."""
         for candidates in self._candidates(parts_at):
             attributes = {**self.attributes, **candidates}
             if attributes != self.attributes:
-                made, at = self._attempt(attributes)
-                if at is None or at > parts_at:
-                    return attributes, made, at
+                attempt = self._attempt(attributes)
+                if attempt.parts_at is None or attempt.parts_at > parts_at:
+                    return attempt
         return None
 
     def _candidates(self, parts_at: int) -> Iterator[Attributes]:
@@ -102,7 +116,7 @@ class Fitting:
                     sizes[len(places)] = size
         return sizes
 
-    def _give_up(self, parts_at: int) -> None:
+    def _give_up(self, parts_at: int, why: str) -> None:
         """Let the units stay that the operation is about, or those of the module around it."""
         units, gone = self.plan.units, self.plan.gone
         call = self.trace.calls[parts_at]
@@ -120,5 +134,5 @@ class Fitting:
             inner = {unit for place in places for unit in units.of(place)[1:]} & gone.keys()
             stay = inner or units_of(units, places) & gone.keys()
             if stay:
-                units.fix(stay, f"the code of {module or 'the model'} ({kind}) needs this size")
+                units.fix(stay, f"the code of {module or 'the model'} ({kind}) {why}")
                 return

@@ -38,6 +38,16 @@ class Inputs:
     def call(self, model: nn.Module) -> Any:
         return model(*self.args, **self.kwargs)
 
+    def double(self) -> Inputs:
+        """The same numbers in float64."""
+
+        def wide(leaf: Any) -> Any:
+            numbers = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            return leaf.double() if numbers else leaf
+
+        args, kwargs = tree_map(wide, (self.args, self.kwargs))
+        return Inputs(args, kwargs)
+
     def others(self, generator: torch.Generator) -> Inputs:
         """Other inputs of the same kind: new random numbers, the same tokens in another order.
 

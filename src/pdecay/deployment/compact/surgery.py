@@ -101,7 +101,7 @@ def _state_sizes(module: nn.Module) -> None:
             module.in_channels, module.out_channels = first, second * module.groups
         else:
             module.out_channels, module.in_channels = first, second * module.groups
-    elif isinstance(module, nn.Embedding):
+    elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
         module.num_embeddings, module.embedding_dim = module.weight.shape
     elif isinstance(module, nn.PReLU):
         module.num_parameters = len(module.weight)

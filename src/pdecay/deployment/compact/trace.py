@@ -33,7 +33,8 @@ class Value:
     Args:
         tensor: as it was on the example.
         name: of the parameter or buffer that it is; else None.
-        weight: the name of the parameter that it is up to the order of axes; else None.
+        weight: the name of the parameter that it is up to the order of axes and the length of its
+            rows; else None.
         places: for each axis, which units its positions belong to.
         varies: which elements depend on the model's inputs. The others are constants.
         live: of which elements the model's outputs depend.

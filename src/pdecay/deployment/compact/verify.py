@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +42,21 @@ def agree(expected: list[Tensor], got: list[Tensor], slack: float = 1.0) -> bool
         _difference(one, other) <= slack * max(TOLERANCE, 8 * _rounding(one))
         for one, other in zip(expected, got, strict=True)
     )
+
+
+def agree_in_float64(model: nn.Module, other: nn.Module, inputs: Inputs) -> bool:
+    """Whether two models give the same outputs where rounding errors hardly count.
+
+    A deep network in float32 may be further off from itself than two models are to be from each
+    other. False where they do not run in float64.
+    """
+    try:
+        expected, got = (
+            outputs(copy.deepcopy(one).double(), inputs.double()) for one in (model, other)
+        )
+    except Exception:
+        return False
+    return agree(expected, got)
 
 
 @torch.no_grad()

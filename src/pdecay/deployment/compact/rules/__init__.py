@@ -6,15 +6,16 @@ import torch
 
 from pdecay.deployment.compact.rules.base import Reads, Rule
 from pdecay.deployment.compact.rules.elementwise import Elementwise, Like, Product
+from pdecay.deployment.compact.rules.lookups import Bags, Lookup
 from pdecay.deployment.compact.rules.mixing import (
     Along,
     BatchNorm,
     GroupNorm,
     Last,
     LayerNorm,
-    Lookup,
     Padding,
     Spatial,
+    WeightNorm,
 )
 from pdecay.deployment.compact.rules.moves import Join, Move, Overwrite
 from pdecay.deployment.compact.rules.opaque import Factory, Opaque
@@ -58,7 +59,9 @@ _RULES: dict[Rule, str] = {
     BatchNorm(): "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training "
     "cudnn_batch_norm miopen_batch_norm",
     GroupNorm(): "native_group_norm",
+    WeightNorm(): "_weight_norm_interface",
     Lookup(): "embedding index index_select",
+    Bags(): "_embedding_bag _embedding_bag_forward_only",
 }
 _BY_NAME = {name: rule for rule, names in _RULES.items() for name in names.split()}
 _NOT_WHAT_THE_NAME_SAYS = {"view.dtype"}  # other bits, not other places

@@ -202,68 +202,30 @@ class GroupNorm(Plain):
         return channels.view(*shape[:2], *[1] * (len(shape) - 2))
 
 
-class Lookup(Plain):
-    """Rows of a table by index: embeddings, and indexing with tensors."""
+class WeightNorm(Mixing):
+    """Directions, each of the length that stands beside it.
+
+    What is zero adds nothing to the norm of a direction, so that of the axes that mix it may go.
+    """
+
+    def axes(self, call: Call) -> set[int]:
+        value, length = call.ins
+        return {
+            i for i, n in enumerate(length.tensor.shape) if n != value.tensor.shape[i] or n == 1
+        }
 
     def tie(self, call: Call, units: Units) -> None:
-        table, indexed, indices = _lookup(call)
-        fix_all(indices, units, f"{where(call)} takes them as indices")
-        for axis in indexed:
-            units.fix(table.places[axis].tolist(), f"{where(call)} looks them up by number")
-        (out,) = call.outs
-        kept = [table.places[i] for i in range(table.tensor.ndim) if i not in indexed]
-        out.places = [fixed(n) for n in out.tensor.shape]
-        if call.name == "embedding":
-            out.places[-1] = kept[0]
-        elif indexed == list(range(indexed[0], indexed[-1] + 1)):  # else torch puts them in front
-            count = out.tensor.ndim - len(kept)
-            out.places[: indexed[0]] = kept[: indexed[0]]
-            out.places[indexed[0] + count :] = kept[indexed[0] :]
-        else:
-            for places in kept:
-                units.fix(places.tolist(), f"{where(call)} reorders the axes")
-
-    def vary(self, call: Call) -> None:
-        """A column in which all rows are the same constant is one whatever the index."""
-        table, indexed, _ = _lookup(call)
-        (out,) = call.outs
-        rows = table.tensor.double() if table.tensor.is_floating_point() else table.tensor
-        differs = table.varies.amax(indexed) | (
-            rows.amax(indexed) != rows.amin(indexed)
-            if rows.dtype != torch.bool
-            else rows.any() != rows.all()
-        )
-        if call.name == "embedding":
-            out.varies = differs.expand(out.tensor.shape)
-        elif indexed == list(range(indexed[0], indexed[-1] + 1)):
-            for _ in range(out.tensor.ndim - differs.ndim):
-                differs = differs.unsqueeze(indexed[0])
-            out.varies = differs.expand(out.tensor.shape)
-        else:
-            out.varies = torch.ones_like(out.tensor, dtype=torch.bool)
-
-    def back(self, call: Call) -> None:
-        table, _, indices = _lookup(call)
-        (out,) = call.outs
-        for value in (table, *indices):
-            value.live = value.live | out.live.any()
-
-
-def _lookup(call: Call) -> tuple[Value, list[int], list[Value]]:
-    """The table, which of its axes are indexed, and by what."""
-    if call.name == "embedding":
-        return call.args[0], [0], [call.args[1]]
-    table, given = call.args[0], call.args[1]
-    if call.name == "index_select":
-        return table, [given % table.tensor.ndim], [call.args[2]]
-    # A mask of several axes stands for as many indices.
-    indexed: list[int] = []
-    axis = 0
-    for index in given:
-        width = index.tensor.ndim if index is not None and index.tensor.dtype == torch.bool else 1
-        indexed += range(axis, axis + width) if index is not None else ()
-        axis += width
-    return table, indexed, [index for index in given if index is not None]
+        value, length = call.ins
+        for axis, places in enumerate(value.places):
+            if axis in self.axes(call):
+                others = [i for i in range(value.tensor.ndim) if i != axis]
+                filled = value.tensor.ne(0).amax(others).numpy(force=True)
+                units.fix(places[filled].tolist(), f"{where(call)} mixes all of them")
+            else:
+                units.tie(places, length.places[axis], f"{where(call)} meets a fixed size")
+        for out, source in zip(call.outs, (value, length), strict=True):
+            out.places = source.places
+            out.weight = source.weight
 
 
 def _by_channel(mask: Tensor, value: Value) -> Tensor:

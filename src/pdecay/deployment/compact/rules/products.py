@@ -61,9 +61,7 @@ class MatrixProduct(Plain):
         read = _any(out.live, b.counts.mT)
         counts = (a.counts & read).amax(rows)
         varies = (a.varies & read).amax(rows) | (a.counts & _any(out.live, b.varies.mT)).amax(rows)
-        flat = a.tensor.flatten(0, -2)
-        same = (flat == flat[0]).all(0)
-        constants = torch.where(same, flat[0], torch.nan)
+        constants = _constants(a.tensor.flatten(0, -2).mT)
         return Reads(
             places=a.places[-1],
             emits=a.counts.amax(rows),
@@ -156,9 +154,7 @@ class Convolution(Plain):
         varies = (_by_channel(x.varies) & read).amax(0)
         if weight.varies.any():
             varies = counts
-        flat = x.tensor.transpose(0, 1).flatten(1)
-        same = (flat == flat[:, :1]).all(1)
-        constants = torch.where(same, flat[:, 0], torch.nan)
+        constants = _constants(x.tensor.transpose(0, 1).flatten(1))
         why_not = None
         if any(padding):
             why_not = "it is not zero, and the zeros around the image would not be it"
@@ -251,10 +247,22 @@ def _uneven(call: Call) -> Tensor:
     x, _, _, _, padding, *_ = call.args
     varies = _by_channel(x.varies)
     flat = x.tensor.flatten(2)
-    even = (flat == flat[:, :, :1]).all(2) & (not any(padding) and not _transposed(call))
+    even = _even(flat) & (not any(padding) and not _transposed(call))
     zero = (flat == 0).all(2)
     uneven: Tensor = varies | ~(even | zero)
     return uneven
+
+
+def _even(values: Tensor) -> Tensor:
+    """Of which rows all elements are the same, up to the rounding errors of how they were made."""
+    whole = not (values.is_floating_point() or values.is_complex())
+    rounding = 0.0 if whole else 8 * torch.finfo(values.dtype).eps
+    return values.isclose(values[..., :1], rtol=rounding, atol=0.0).all(-1)
+
+
+def _constants(values: Tensor) -> Tensor:
+    """The number that each row holds everywhere; NaN where it does not."""
+    return torch.where(_even(values), values[..., 0], torch.nan)
 
 
 def _filters(call: Call, weight: Tensor, *, total: bool = False) -> Tensor:
