@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from pdecay import settings
 from pdecay.groups import decays_by_default, owners_of
 from pdecay.penalty import check_number, magnitude
+from pdecay.tables import aligned
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class SparsityReport:
         for title, layers in (("decayed", self._decayed()), ("all", self.layers)):
             size = sum(layer.size for layer in layers)
             rows.append((title, "", f"{size:,}", f"{self._share(layers):.2%}", "", ""))
-        lines = _aligned(rows)
+        lines = aligned(rows)
         rule = "-" * max(map(len, lines))
         lines = [lines[0], rule, *lines[1:-2], rule, *lines[-2:]]
         if len(self._decayed()) < len(self.layers):
@@ -198,15 +199,3 @@ def _decayed_by(optimizer: Optimizer, param: Tensor) -> bool:
 def _check_model(function: str, model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function} needs a torch.nn.Module, got {type(model).__name__}")
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """The first two columns to the left, numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

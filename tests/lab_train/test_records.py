@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdecay.lab import files, records
-from pdecay.lab.files import remove_unfinished, replacing
+from pdecay import files
+from pdecay.files import remove_unfinished, replacing
+from pdecay.lab import records
 from pdecay.lab.records import RecordError, run_id
 
 SETTINGS = {

@@ -326,7 +326,7 @@ def test_a_checkpoint_that_is_none(tmp_path, monkeypatch, content):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from pdecay.lab.files import lock
+from pdecay.files import lock
 with lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 import tempfile
@@ -40,6 +41,17 @@ def natural_number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number >= 0, got {text!r}")
     return int(text)
+
+
+def option(text: str) -> tuple[str, Any]:
+    """The name and the value of NAME=VALUE, where the value is JSON or a plain word."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise UsageError(f"--option must be NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def check_writable(directory: Path) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdecay.cli.common import Command, UsageError, check_writable, natural_number
+from pdecay.cli.common import Command, UsageError, check_writable, natural_number, option
 from pdecay.cli.train import OPTIONS
 
 if TYPE_CHECKING:
@@ -193,14 +192,8 @@ def _axes(args: argparse.Namespace) -> dict[str, list[Any]]:
     names = ("method", *OPTIONS, "lr", "seed", "steps")
     axes = {name: list(getattr(args, name)) for name in names if getattr(args, name) is not None}
     for text in args.option:
-        name, equals, value = text.partition("=")
-        if not name or not equals:
-            raise UsageError(f"--option must be NAME=VALUE, got {text!r}")
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            parsed = value  # a plain word
-        axes.setdefault(name, []).append(parsed)
+        name, value = option(text)
+        axes.setdefault(name, []).append(value)
     return axes
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from pdecay.cli.common import Command, UsageError, check_writable, natural_number
+from pdecay.cli.common import Command, UsageError, check_writable, natural_number, option
 
 # The options of the methods in pdecay.lab, which is not imported for the help alone.
 OPTIONS: dict[str, tuple[type, str]] = {
@@ -71,15 +70,10 @@ def chosen_options(args: argparse.Namespace) -> dict[str, Any]:
     """The methods' options that were given."""
     chosen = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     for text in args.option:
-        name, equals, value = text.partition("=")
-        if not name or not equals:
-            raise UsageError(f"--option must be NAME=VALUE, got {text!r}")
+        name, value = option(text)
         if name in ("scale", "seed", "lr", "steps"):
             raise UsageError(f"--option is for the method's own options; use --{name} {value}")
-        try:
-            chosen[name] = json.loads(value)
-        except ValueError:
-            chosen[name] = value  # a plain word
+        chosen[name] = value
     return chosen
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pdecay.sparsity import _aligned
+from pdecay.tables import aligned
 
 _MOST_NAMES = 6  # of folded modules that are printed
 
@@ -93,7 +93,7 @@ class DeployReport:
             )
             for layer in self.layers
         ]
-        table = _aligned(rows)
+        table = aligned(rows)
         lines = [table[0], "-" * max(map(len, table)), *table[1:]]
         lines += [
             "",

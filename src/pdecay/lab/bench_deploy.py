@@ -27,10 +27,11 @@ import pdecay
 from pdecay.deployment.layers import SparseConv2d, SparseLayer, SparseLinear
 from pdecay.deployment.runtime import DeployReport, deploy
 from pdecay.deployment.timing import interleaved
-from pdecay.lab.files import replacing
+from pdecay.files import replacing
 from pdecay.lab.models import MLP, ResNet
 from pdecay.lab.schedule import schedule
 from pdecay.lab.tasks import Task, task
+from pdecay.lab.threads import threads_of
 
 SPARSITIES = (0.9, 0.95)
 _FUNCTIONS = 4  # that are named
@@ -102,7 +103,7 @@ def layers(
 ) -> Iterator[LayerCost]:
     """Each case, dense and sparse, for each number of threads."""
     for count in threads:
-        with _threads(count), torch.inference_mode():
+        with threads_of(count), torch.inference_mode():
             for case in cases:
                 x = torch.randn(case.input)
                 for sparsity, wanted in case.wanted.items():
@@ -262,7 +263,7 @@ def network_costs(
         for batch in batches:
             say(f"{count} threads, {network.name}, {sparsity:.0%} zeros, batch {batch}")
             x = inputs[:batch].clone()
-            with _threads(count), torch.inference_mode():
+            with threads_of(count), torch.inference_mode():
                 deployed = deploy(found.model, x)
                 runs: list[Callable[[], object]] = [
                     functools.partial(found.model, x),
@@ -366,13 +367,3 @@ def _silence() -> Iterator[None]:
             yield
         finally:
             logging.disable(logging.NOTSET)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

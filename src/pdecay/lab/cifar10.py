@@ -39,7 +39,8 @@ def load(*, download: bool = True) -> Images:
     """CIFAR-10 from ``PDECAY_DATA`` or the cache, unpacked or as the archive, or a download."""
     path = data.find(FOLDER, _REMOTE.name)
     if path is None:
-        path = _fetch(download)
+        put = f"{_REMOTE.name} ({_REMOTE.urls[0]}), or the folder {FOLDER} in it,"
+        path = data.fetch_or_tell(_REMOTE, "CIFAR-10", put, download=download)
     read = (lambda name: _from_folder(path, name)) if path.is_dir() else _archive(path)
     batches = [read_batch(read(name), path / name) for name in (*TRAIN, TEST)]
     for (_, labels), name in zip(batches, (*TRAIN, TEST), strict=True):
@@ -157,15 +158,3 @@ def _archive(path: Path) -> Callable[[str], bytes]:
         lacking = ", ".join(sorted(set(wanted.values()) - set(files)))
         raise data.altered(path, f"it lacks {lacking}")
     return files.__getitem__
-
-
-def _fetch(download: bool) -> Path:
-    reason = ""
-    if download:
-        try:
-            return data.fetch(_REMOTE, data.cache_folder())
-        except DataError as error:
-            reason = str(error)
-    raise data.missing(
-        "CIFAR-10", f"{_REMOTE.name} ({_REMOTE.urls[0]}), or the folder {FOLDER} in it,", reason
-    )

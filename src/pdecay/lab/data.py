@@ -90,6 +90,17 @@ def missing(what: str, put: str, reason: str = "") -> DataError:
     )
 
 
+def fetch_or_tell(remote: Remote, what: str, put: str, *, download: bool) -> Path:
+    """Download a file into the cache; the error, if that cannot be, says what to put where."""
+    reason = ""
+    if download:
+        try:
+            return fetch(remote, cache_folder())
+        except DataError as error:
+            reason = str(error)
+    raise missing(what, put, reason)
+
+
 def fetch(remote: Remote, folder: Path, *, progress: bool = True) -> Path:
     """Download a file into a folder, check its digest, and give its path.
 

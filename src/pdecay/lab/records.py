@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pdecay.lab.files import replacing
+from pdecay.files import replacing
 
 SCHEMA = 1
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pdecay.lab import data
-from pdecay.lab.data import DataError, Remote
+from pdecay.lab.data import Remote
 
 NAMES = ("tinyshakespeare.txt", "tinyshakespeare/input.txt", "shakespeare_char/input.txt")
 SYMBOLS = 65
@@ -39,7 +38,8 @@ def load(*, download: bool = True) -> Text:
     """Tiny Shakespeare from ``PDECAY_DATA``, the cache, or a download."""
     path = data.find(*NAMES)
     if path is None:
-        path = _fetch(download)
+        put = f"{NAMES[0]} ({_REMOTE.urls[0]})"
+        path = data.fetch_or_tell(_REMOTE, "Tiny Shakespeare", put, download=download)
     data.check_digest(path, _REMOTE.digest)
     return encode(path.read_bytes().decode("ascii"))
 
@@ -51,13 +51,3 @@ def encode(text: str) -> Text:
     cut = int(0.9 * len(tokens))
     both = torch.from_numpy(tokens.astype(np.int64))
     return Text(both[:cut], both[cut:], "".join(chr(code) for code in symbols))
-
-
-def _fetch(download: bool) -> Path:
-    reason = ""
-    if download:
-        try:
-            return data.fetch(_REMOTE, data.cache_folder())
-        except DataError as error:
-            reason = str(error)
-    raise data.missing("Tiny Shakespeare", f"{NAMES[0]} ({_REMOTE.urls[0]})", reason)

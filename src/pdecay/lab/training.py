@@ -13,8 +13,7 @@ import functools
 import pickle
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,12 +22,13 @@ import torch
 from torch.optim import Optimizer
 
 from pdecay.attach import is_decaying
+from pdecay.files import LockedError, lock, remove_unfinished, replacing
 from pdecay.lab import bench, records
-from pdecay.lab.files import LockedError, lock, remove_unfinished, replacing
 from pdecay.lab.records import Record
 from pdecay.lab.session import Session
 from pdecay.lab.settings import Settings
 from pdecay.lab.tasks import Task, task
+from pdecay.lab.threads import threads_of
 from pdecay.paths import path_for
 from pdecay.penalty import check_count
 
@@ -130,7 +130,7 @@ class _Run:
 
     def complete(self, progress: Progress | None, stop: Callable[[], bool]) -> Record:
         settings = self.settings
-        with torch.random.fork_rng(), _threads(self.threads):
+        with torch.random.fork_rng(), threads_of(self.threads):
             session = Session(
                 _job(settings.task, settings.scale, self.device),
                 settings.build(),
@@ -310,16 +310,6 @@ def _check_device(device: str) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"device {device!r} cannot be used here: {reason}") from None
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _now() -> str:

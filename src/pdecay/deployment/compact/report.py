@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from pdecay.sparsity import _aligned
+from pdecay.tables import aligned
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class CompactReport:
         if weights:
             rows: list[tuple[str, ...]] = [("weight", "before", "after")]
             rows += [(one.name, _size(one.before), _size(one.after)) for one in weights]
-            table = _aligned(rows)
+            table = aligned(rows)
             lines += ["", table[0], "-" * max(map(len, table)), *table[1:]]
         if self.left:
             lines += ["", "dead, but left:"]

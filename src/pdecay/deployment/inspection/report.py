@@ -12,7 +12,7 @@ from pdecay.deployment.inspection.sources import Source, opened
 from pdecay.deployment.store.codec import bound
 from pdecay.deployment.store.container import naming
 from pdecay.penalty import check_number
-from pdecay.sparsity import _aligned
+from pdecay.tables import aligned
 
 _LONGEST_TEXT = 200
 
@@ -160,7 +160,7 @@ class Inspection:
                 f"{self.bound:,.0f}",
             )
         )
-        lines = _aligned(rows)
+        lines = aligned(rows)
         rule = "-" * max(map(len, lines))
         return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
 

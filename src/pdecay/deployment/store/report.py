@@ -7,7 +7,7 @@ from typing import Any
 
 from pdecay.deployment.store.codec import bound
 from pdecay.deployment.store.table import Row
-from pdecay.sparsity import _aligned
+from pdecay.tables import aligned
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class SaveReport:
         names = self.nbytes - sum(tensor.nbytes for tensor in self.tensors)
         rows.append(("names, shapes, metadata", "", "", "", "", f"{names:,}", ""))
         rows.append(("in all", "", "", "", "", f"{self.nbytes:,}", f"{self.bound:,.0f}"))
-        lines = _aligned(rows)
+        lines = aligned(rows)
         rule = "-" * max(map(len, lines))
         lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
         if self.nbytes:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +18,7 @@ from pdecay.deployment.store.dtypes import BY_TORCH, DType, to_array
 from pdecay.deployment.store.reading import TIED
 from pdecay.deployment.store.report import StoredTensor
 from pdecay.deployment.store.table import Row, Tie
+from pdecay.files import replacing
 
 # A tensor, or the name of the one that it is tied to.
 State = Mapping[str, Tensor | str]
@@ -184,27 +181,3 @@ def _sparsity(stored: list[StoredTensor]) -> float:
     weights = [tensor for tensor in stored if len(tensor.shape) > 1]
     size = sum(tensor.size for tensor in weights)
     return sum(tensor.zeros for tensor in weights) / size if size else 0.0
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes a path's place when all is written and on the disk, or not at all."""
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":  # the new name, too, is to survive a crash
-        directory = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,17 +20,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     It is written beside its place and flushed to the disk before it gets its name; a reader, or
     a process that starts after a crash, sees the old file or the new one and nothing between.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
+    target = Path(os.path.realpath(path))  # a link stays one
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}{_UNFINISHED}")
     try:
-        with open(part, "wb") as file:
+        with open(part, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(part, target)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    _sync_folder(target.parent)
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -1,0 +1,15 @@
+"""Tables as text."""
+
+from __future__ import annotations
+
+
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """The lines of a table: the first two columns to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
