@@ -60,6 +60,7 @@ def test_the_report_shows_writes_and_draws(digits, tmp_path, monkeypatch):
     assert len(written["networks"]) == 4  # two sparsities, two batches
     assert all(one["deployed"] > 0 and one["ratio"] > 0 for one in written["networks"])
     assert all(taken > 0 for one in written["networks"] for _, taken in one["functions"])
+    assert all(one["dense_file"] > 3 * one["file"] for one in written["networks"])
     tables = (tmp_path / "deploy.md").read_text().split("\n\n")
     assert tables[0].splitlines()[2].startswith("| Linear 1024x1024, 95 % | 1 | ")
     assert len(tables[1].splitlines()) == 2 + 4

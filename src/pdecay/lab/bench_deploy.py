@@ -225,6 +225,7 @@ class NetworkCost:
         ratio, onnx_ratio: how many times faster the deployed model is than each.
         wanted: what the ratio shall be at least, where anything is asked.
         dense_bytes, deployed_bytes: parameters and buffers.
+        dense_file, file: bytes of the model's file, with all weights and with the non-zeros.
         chosen: what deploy chose.
         layers: for each layer its name, what it is, and its time alone.
         functions: of what is no layer, the functions that take longest, and their times in a run.
@@ -243,6 +244,8 @@ class NetworkCost:
     wanted: float | None
     dense_bytes: int
     deployed_bytes: int
+    dense_file: int
+    file: int
     chosen: str
     layers: list[tuple[str, str, float]]
     functions: list[tuple[str, float]]
@@ -259,6 +262,7 @@ def network_costs(
 ) -> Iterator[NetworkCost]:
     """A trained network in torch, in ONNX Runtime and deployed, on batches of validation data."""
     inputs, _ = next(iter(network.job().stream.validation()))
+    dense_file, file = (_file_size(found.model, dense) for dense in (True, False))
     for count in threads:
         for batch in batches:
             say(f"{count} threads, {network.name}, {sparsity:.0%} zeros, batch {batch}")
@@ -294,10 +298,19 @@ def network_costs(
                 wanted=network.wanted if sparsity == 0.95 else None,
                 dense_bytes=report.dense_bytes,
                 deployed_bytes=report.deployed_bytes,
+                dense_file=dense_file,
+                file=file,
                 chosen=report.chosen,
                 layers=_times_of(report),
                 functions=functions,
             )
+
+
+def _file_size(model: nn.Module, dense: bool) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        pdecay.save(model, path, dense=dense)
+        return path.stat().st_size
 
 
 def _times_of(report: DeployReport) -> list[tuple[str, str, float]]:

@@ -113,7 +113,7 @@ def _network_table(costs: Sequence[NetworkCost]) -> Table:
     made = new_table(
         f"{costs[0].name}, trained: dense in torch and ONNX Runtime, and deployed",
         *("zeros", "acc. %", "threads", "batch", "dense us", "ONNX us", "us", "x dense", "x ONNX"),
-        *("% in sparse", "% in dense", "% else", "kB"),
+        *("% in sparse", "% in dense", "% else", "kB", "file kB"),
     )
     made.caption = "\n".join(_elsewhere(cost) for cost in costs)
     made.caption_justify = "left"
@@ -135,6 +135,7 @@ def _network_table(costs: Sequence[NetworkCost]) -> Table:
             f"{share['dense']:.0f}",
             f"{max(0.0, 100 - sum(share.values())):.0f}",
             f"{cost.deployed_bytes / 1e3:,.0f}",
+            f"{cost.file / 1e3:,.0f}",
         )
     return made
 
@@ -167,7 +168,12 @@ def _markdown(layers: Sequence[LayerCost], networks: Sequence[NetworkCost]) -> s
         rows.append([f"{name}, {zeros} %", str(batch), *ratios, aims])
     text = _pipes(rows)
     rows = [["network", "zeros", "accuracy %", "batch", *(f"x dense, {count}" for count in on)]]
-    rows[0] += [*(f"x ONNX Runtime, {count}" for count in on), "MB, dense", "MB, deployed"]
+    rows[0] += [
+        *(f"x ONNX Runtime, {count}" for count in on),
+        "MB, dense",
+        "MB, deployed",
+        "MB, file",
+    ]
     keys = dict.fromkeys((cost.name, cost.sparsity, cost.batch) for cost in networks)
     for key in keys:
         same = [cost for cost in networks if (cost.name, cost.sparsity, cost.batch) == key]
@@ -180,6 +186,7 @@ def _markdown(layers: Sequence[LayerCost], networks: Sequence[NetworkCost]) -> s
                 *("" if cost.onnx_ratio is None else f"{cost.onnx_ratio:.1f}" for cost in same),
                 f"{first_cost.dense_bytes / 1e6:.2f}",
                 f"{first_cost.deployed_bytes / 1e6:.2f}",
+                f"{first_cost.file / 1e6:.2f}",
             ]
         )
     return f"{text}\n{_pipes(rows)}"
