@@ -31,6 +31,7 @@ def test_a_compacted_model_runs_in_onnx_runtime(tmp_path, name):
     assert written.nbytes == (tmp_path / "model.onnx").stat().st_size
     session = runtime.InferenceSession(tmp_path / "model.onnx")
     (given,) = session.get_inputs()
+    assert given.shape == ["batch", *example.shape[1:]]
     many = torch.cat([example] * 3)  # a batch of another size
     (got,) = session.run(None, {given.name: many.numpy()})
     torch.testing.assert_close(torch.from_numpy(got), model(many).detach(), rtol=1e-4, atol=1e-5)
@@ -55,6 +56,24 @@ def test_keyword_arguments_several_outputs_and_all_as_it_was(tmp_path):
     assert onnx.export(model, example, tmp_path / "model.onnx").free_batch
     assert [module.training for module in model.modules()] == modes
     assert logging.getLogger("torch.onnx").level == level
+
+
+def test_the_file_does_not_tell_where_the_code_lies(tmp_path):
+    onnx.export(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "model.onnx")
+    content = (tmp_path / "model.onnx").read_bytes()
+    assert b"site-packages" not in content
+    assert b"File" not in content
+
+
+def test_inputs_whose_batches_do_not_meet(tmp_path):
+    class Apart(nn.Module):
+        def forward(self, x, y):
+            return x + 1, y * 2
+
+    example = (torch.randn(2, 3), torch.randn(2, 4))
+    assert onnx.export(Apart(), example, tmp_path / "model.onnx").free_batch
+    given = runtime.InferenceSession(tmp_path / "model.onnx").get_inputs()
+    assert len({one.shape[0] for one in given}) == 2
 
 
 def test_a_model_for_one_batch_size_only(tmp_path):
@@ -102,3 +121,8 @@ def test_bad_input(tmp_path):
         onnx.export("model", torch.randn(1), tmp_path / "model.onnx")
     with pytest.raises(TypeError, match="must be a tensor, a tuple"):
         onnx.export(nn.Linear(3, 2), 3, tmp_path / "model.onnx")
+    with pytest.raises(ValueError, match=r"the name must end with .onnx, got"):
+        onnx.export(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "model.pt")
+    (tmp_path / "model.onnx").mkdir()
+    with pytest.raises(ValueError, match="is a folder"):
+        onnx.export(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "model.onnx")

@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 
 from pdecay.cli import models
-from pdecay.cli.common import Command, UsageError, check_writable
-
-_SUFFIXES = (".pt2", ".pt")
+from pdecay.cli.common import Command, UsageError
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,16 +28,17 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from pdecay.deployment.compact import CompactError, compact, report_of
-    from pdecay.deployment.compact.saving import save
+    from pdecay.deployment.compact.saving import HOW_TO_LOAD, save
 
     if args.out is not None:
-        if args.out.suffix not in _SUFFIXES:
-            raise UsageError(f"--out writes {' or '.join(_SUFFIXES)}, got {str(args.out)!r}")
-        check_writable(args.out.parent)
+        models.check_target("--out", args.out, HOW_TO_LOAD)
     model, example = models.model_of(args)
     try:
         smaller = compact(model, example, fold=not args.no_fold)
-        sys.stdout.write(f"{report_of(smaller)}\n")
+        report = report_of(smaller)
+        sys.stdout.write(f"{report}\n")
+        if not report.units and not report.left:
+            sys.stdout.write("no unit is dead: only exact zeros count (--prune T makes them)\n")
         if args.out is not None:
             sys.stdout.write(f"\nwritten: {save(smaller, example, args.out)}\n")
     except (CompactError, TypeError) as error:

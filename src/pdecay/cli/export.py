@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 from pdecay.cli import models
-from pdecay.cli.common import Command, UsageError, check_writable
+from pdecay.cli.common import Command, UsageError
+
+_SUFFIXES = {"onnx": ".onnx", "sparse": ".safetensors", "dense": ".safetensors"}
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +36,13 @@ def _run(args: argparse.Namespace) -> int:
     from pdecay.deployment.compact import CompactError, compact, report_of
     from pdecay.deployment.store import save
 
-    files = [file for file in (args.onnx, args.sparse, args.dense) if file is not None]
-    if not files:
+    if args.onnx is None and args.sparse is None and args.dense is None:
         raise UsageError("there is nothing to write: give --onnx, --sparse or --dense")
-    for file in files:
-        check_writable(file.parent)
+    for name, suffix in _SUFFIXES.items():
+        if (file := getattr(args, name)) is not None:
+            models.check_target(f"--{name}", file, [suffix])
+    if args.sparse is not None and args.sparse == args.dense:
+        raise UsageError(f"--sparse and --dense are two files, got {str(args.dense)!r} for both")
     if args.onnx is not None:
         onnx.check_installed()
     model, example = models.model_of(args)

@@ -1,14 +1,15 @@
-"""A model from the command line: what ``pdecay compact`` and ``pdecay export`` start from."""
+"""What ``pdecay compact`` and ``pdecay export`` share: the model, and the files to write."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from pdecay.cli.common import UsageError, call, kind
+from pdecay.cli.common import UsageError, call, check_writable, kind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="set weights with |w| < T to zero first; only exact zeros count",
     )
+
+
+def check_target(option: str, path: Path, suffixes: Iterable[str]) -> None:
+    """Before the work, not after it: that a file can be written, and is of the kind it is to be."""
+    from pdecay.deployment.compact.saving import target_of
+
+    try:
+        target_of(path, suffixes)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+    check_writable(path.parent)
 
 
 def model_of(args: argparse.Namespace) -> tuple[nn.Module, Any]:

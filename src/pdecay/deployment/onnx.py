@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from pdecay.deployment.compact.errors import CompactError
 from pdecay.deployment.compact.inputs import Inputs
 from pdecay.deployment.compact.program import evaluating, exported, quiet, twice
+from pdecay.deployment.compact.saving import target_of
 from pdecay.deployment.compact.verify import difference, outputs
 
 TOLERANCE = 1e-4  # relative to the largest element of an output
@@ -65,7 +66,8 @@ def export(model: nn.Module, example_inputs: Any, path: str | os.PathLike[str]) 
     Args:
         model: the model. Its modes are left as they are.
         example_inputs: as for :func:`pdecay.compact`.
-        path: of the file; one that is there is replaced when the new one has been checked.
+        path: of the file, which ends with ``.onnx``; one that is there is replaced when the new
+            one has been checked.
 
     Returns:
         What was written; ``str()`` is a line.
@@ -79,10 +81,11 @@ def export(model: nn.Module, example_inputs: Any, path: str | os.PathLike[str]) 
         raise TypeError(f"export needs a torch.nn.Module, got {type(model).__name__}")
     check_installed()
     inputs = Inputs.of(example_inputs)
-    target = Path(path)
+    target = target_of(path, (".onnx",))
     program = exported(model, inputs)
     with quiet():
         made: Any = torch.onnx.export(program.exported, dynamo=True, verbose=False)
+    _tidy(made.model)
     checks = [inputs, *([twice(inputs)] if program.free_batch else [])]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".onnx-") as folder:
         # A large model is two files, of which one names the other: both get their own names there.
@@ -99,6 +102,23 @@ def export(model: nn.Module, example_inputs: Any, path: str | os.PathLike[str]) 
         for file in files:  # the one that names the other last
             os.replace(file, target.with_name(file.name))
     return OnnxFile(target, nbytes, program.free_batch, off)
+
+
+def _tidy(model: Any) -> None:
+    """Take out the notes on the code that it comes from and where that lies; name the batch."""
+    graph = model.graph
+    symbols = {dim for value in graph.inputs for dim in value.shape if not isinstance(dim, int)}
+    values = [*graph.inputs, *graph.initializers.values()]
+    for node in graph.all_nodes():
+        values += node.outputs
+        node.metadata_props.clear()
+    for value in values:
+        value.metadata_props.clear()
+        for axis, dim in enumerate(value.shape or ()):
+            if {dim} == symbols:
+                value.shape[axis] = "batch"
+    graph.metadata_props.clear()
+    model.metadata_props.clear()
 
 
 def _difference(model: nn.Module, inputs: Inputs, path: Path) -> float:

@@ -98,8 +98,10 @@ def test_a_model_that_cannot_be_written_leaves_nothing(tmp_path):
 
     with pytest.raises(CompactError, match=r"write a .pt2 instead"):
         save(Local(3, 2), torch.randn(1, 3), tmp_path / "model.pt")
-    with pytest.raises(ValueError, match=r"is written to .pt or .pt2, got"):
+    with pytest.raises(ValueError, match=r"must end with .pt2 or .pt, got"):
         save(Local(3, 2), torch.randn(1, 3), tmp_path / "model.bin")
+    with pytest.raises(FileNotFoundError):
+        save(Local(3, 2), torch.randn(1, 3), tmp_path / "nowhere" / "model.pt2")
     assert not list(tmp_path.iterdir())
     save(Local(3, 2), torch.randn(1, 3), tmp_path / "model.pt2")
 
@@ -118,7 +120,9 @@ def test_compact_writes(capsys, project):
 
 
 def test_only_exact_zeros_count_unless_pruned(capsys, project):
-    assert "removed 0 units" in run(capsys, "compact", "users_model:small")
+    shown = run(capsys, "compact", "users_model:small")
+    assert "removed 0 units" in shown
+    assert "only exact zeros count (--prune T makes them)" in shown
     shown = run(capsys, "compact", "users_model:small", "--prune", "1e-6")
     assert "removed 3 units" in shown
 
@@ -158,7 +162,11 @@ def test_export_writes_all_three(capsys, project):
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["compact", "users_model:dead", "--out", "small.bin"], "--out writes .pt2 or .pt, got"),
+        (
+            ["compact", "users_model:dead", "--out", "small.bin"],
+            "--out: the name must end with .pt2",
+        ),
+        (["compact", "users_model:dead", "--out", "folder.pt2"], "--out: 'folder.pt2' is a folder"),
         (["compact", "users_model"], "expected MODULE:FUNCTION"),
         (["compact", "users_model:nothing"], "must return (model, example_inputs), got"),
         (["compact", "users_model:strings"], "must return a torch.nn.Module first, got a str"),
@@ -171,10 +179,17 @@ def test_export_writes_all_three(capsys, project):
         (["compact", "."], "holds no finished run of pdecay train"),
         (["export", "users_model:dead"], "give --onnx, --sparse or --dense"),
         (["export", "users_model:dead", "--onnx", "users_model.py/m.onnx"], "cannot write to"),
+        (["export", "users_model:dead", "--onnx", "users_model.py"], "--onnx: the name must end"),
+        (["export", "users_model:dead", "--dense", "m.pt"], "--dense: the name must end"),
+        (
+            ["export", "users_model:dead", "--dense", "m.safetensors", "--sparse", "m.safetensors"],
+            "--sparse and --dense are two files, got 'm.safetensors' for both",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(capsys, project, argv, told):
     torch.save(nn.Linear(2, 2).state_dict(), "other.pt")
+    (project / "folder.pt2").mkdir()
     assert told in run(capsys, *argv, code=2)
 
 

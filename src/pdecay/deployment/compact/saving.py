@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -14,6 +15,12 @@ from pdecay.deployment.compact.errors import CompactError
 from pdecay.deployment.compact.inputs import Inputs
 from pdecay.deployment.compact.program import evaluating, exported, quiet
 from pdecay.deployment.compact.verify import agree, outputs
+from pdecay.files import replacing
+
+HOW_TO_LOAD = {
+    ".pt2": "torch.export.load(path).module()",
+    ".pt": "torch.load(path, weights_only=False)",
+}
 
 
 @dataclass(frozen=True)
@@ -41,31 +48,33 @@ def save(model: nn.Module, example_inputs: Any, path: str | os.PathLike[str]) ->
     Raises:
         CompactError: if the model cannot be written so. Nothing is written then.
     """
-    target = Path(path)
-    if target.suffix not in (".pt", ".pt2"):
-        raise ValueError(f"a model is written to .pt or .pt2, got {str(target)!r}")
+    target = target_of(path, HOW_TO_LOAD)
     inputs = Inputs.of(example_inputs)
-    part = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
-    try:
+    with replacing(target) as file:
         if target.suffix == ".pt2":
             with quiet():
-                torch.export.save(exported(model, inputs).exported, part)
-                _check(model, inputs, torch.export.load(part).module())
+                torch.export.save(exported(model, inputs).exported, file)
+                file.flush()
+                with open(file.name, "rb") as written:
+                    _check(model, inputs, torch.export.load(written).module())
         else:
-            _pickle(model, part)
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
-    loads = {
-        ".pt2": "torch.export.load(path).module()",
-        ".pt": "torch.load(path, weights_only=False)",
-    }
-    return Saved(target, target.stat().st_size, loads[target.suffix])
+            _pickle(model, file)
+    return Saved(target, target.stat().st_size, HOW_TO_LOAD[target.suffix])
 
 
-def _pickle(model: nn.Module, path: Path) -> None:
+def target_of(path: str | os.PathLike[str], suffixes: Iterable[str]) -> Path:
+    """A file to write, after a look at its name: the work should not be done in vain."""
+    target = Path(path)
+    if target.suffix not in suffixes:
+        raise ValueError(f"the name must end with {' or '.join(suffixes)}, got {str(target)!r}")
+    if target.is_dir():
+        raise ValueError(f"{str(target)!r} is a folder: give the name of a file")
+    return target
+
+
+def _pickle(model: nn.Module, file: BinaryIO) -> None:
     try:
-        torch.save(model, path)
+        torch.save(model, file)
     except Exception as error:
         raise CompactError(
             f"the model cannot be pickled ({error}): write a .pt2 instead"
