@@ -90,6 +90,7 @@ def test_a_file_gives_the_smaller_model_back(tmp_path, suffix):
     torch.testing.assert_close(again(many), model(many))
     assert [file.name for file in tmp_path.iterdir()] == [f"small{suffix}"]
     assert saved.how_to_load in str(saved)
+    assert b"site-packages" not in saved.path.read_bytes()
 
 
 def test_a_model_that_cannot_be_written_leaves_nothing(tmp_path):

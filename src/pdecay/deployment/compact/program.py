@@ -103,9 +103,12 @@ def _export(model: nn.Module, inputs: Inputs, *, free: bool) -> ExportedProgram:
         )
         shapes = kwargs if kwargs else args
     with torch.no_grad():
-        return torch.export.export(
+        program = torch.export.export(
             model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False
         )
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # a file is not to tell where the user's code lies
+    return program
 
 
 def _tensors(inputs: Inputs) -> list[Tensor]:
