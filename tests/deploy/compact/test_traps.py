@@ -70,6 +70,17 @@ def test_a_constant_does_not_reach_into_the_padding():
     assert "zeros around the image" in reasons(smaller)["0.weight"]
 
 
+@pytest.mark.parametrize(("padding", "channels"), [(0, 3), (1, 4)])
+def test_a_constant_in_front_of_a_depthwise_layer(padding, channels):
+    """At the border of an image that is padded with zeros it is none."""
+    depthwise = nn.Conv2d(4, 4, 3, padding=padding, groups=4)
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), depthwise, nn.Conv2d(4, 3, 1))
+    model[0].weight.data[1] = 0
+    smaller = compacted(model, torch.randn(2, 2, 6, 6))
+    assert smaller[0].out_channels == smaller[1].groups == channels
+    assert channels == 3 or "a depthwise layer" in reasons(smaller)["0.weight"]
+
+
 def test_an_operation_in_place_that_torch_hides_is_named():
     """torch pads a circle by copies into an empty tensor."""
     model = two_convolutions(0.7, padding=1, padding_mode="circular")

@@ -14,7 +14,7 @@ from pdecay.deployment.compact.surgery import Kept
 from pdecay.deployment.compact.trace import Call
 from pdecay.deployment.compact.units import FIXED
 
-_SHARED = "they share their place with units that are alive (a sum, a head or a group)"
+_SHARED = "they share their place with what is alive (in a sum, a head, a group, a depthwise layer)"
 
 
 @torch.no_grad()
