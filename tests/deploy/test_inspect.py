@@ -244,6 +244,7 @@ def test_mistakes(capsys, tmp_path):
         assert code == 2
         assert shown.out == ""
         assert shown.err.count("\n") == 1
+        assert "\x1b" not in shown.err  # torch colours its errors
         return shown.err
 
     (tmp_path / "text").write_text("hello, this is no file of weights")

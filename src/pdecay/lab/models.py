@@ -168,12 +168,12 @@ class _Attention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        batch, length, _ = x.shape
+        heads = self.qkv(x).view(batch, length, 3, self.heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         drop = self.dropout.p if self.training else 0.0
         y = scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=True)
-        y = y.transpose(1, 2).reshape(batch, length, width)
+        y = y.transpose(1, 2).flatten(2)
         return cast(Tensor, self.dropout(self.project(y)))
 
 

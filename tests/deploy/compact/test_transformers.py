@@ -12,6 +12,7 @@ from pdecay.deployment.compact import compact
 from pdecay.deployment.compact.inputs import Inputs
 from pdecay.deployment.compact.trace import tensors_of
 from pdecay.deployment.compact.verify import agree, agree_in_float64, difference, outputs
+from pdecay.lab.models import GPT
 
 from .models import kill, trained
 
@@ -192,3 +193,14 @@ def test_generation_goes_on_with_fewer_heads():
         got = smaller.generate(**example, max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert torch.equal(expected, got)
     assert next(tensors_of(model(**example))).shape == next(tensors_of(smaller(**example))).shape
+
+
+def test_the_labs_own_gpt_loses_a_dead_head():
+    torch.manual_seed(0)
+    model, tokens = GPT(20, 8, 2, 4, 24), torch.randint(0, 20, (2, 8))
+    model.layers[1].attention.project.weight.data[:, 6:12] = 0  # nothing reads the second head
+    smaller = compact(model, tokens)
+    attention = smaller.layers[1].attention
+    assert attention.heads == 3
+    assert attention.qkv.weight.shape == (3 * 18, 24)
+    torch.testing.assert_close(smaller(tokens), model(tokens), rtol=1e-4, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pdecay.deployment.store.reading import Stored, TensorFile
 
 # What the tensors of a checkpoint are called that holds more than a state dict.
 _USUAL_KEYS = ("state_dict", "model_state_dict", "model", "module")
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal; torch writes its errors with them
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def _unpickled(path: str | os.PathLike[str]) -> object:
                 raise
             return torch.load(path, map_location="cpu", weights_only=True)  # the old format
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).split("\n")[0][:200]
+        reason = _COLORS.sub("", str(error)).split("\n")[0][:200]
         raise FileFormatError(
             f"torch.load(weights_only=True) refuses it ({type(error).__name__}: {reason}); a file "
             "of torch.save(model.state_dict(), path) can be read"
