@@ -25,27 +25,6 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Decides what is faster, instead of the clock: sparse is, by default, and so is the model."""
-
-    class Clock:
-        sparse = 1.0
-        dense = 2.0
-        model = None  # seconds of the models, in the order dense, smaller, sparse
-
-        def __call__(self, functions, **options):
-            for function in functions:
-                function()
-            if options:  # the whole models
-                return (self.model or [3.0, 2.0, 1.0])[: len(functions)]
-            return [self.dense, self.sparse]
-
-    clock = Clock()
-    monkeypatch.setattr(runtime, "interleaved", clock)
-    return clock
-
-
 def mostly_zero(model, sparsity=0.9):
     """Random zeros, but no unit without a weight: nothing to remove."""
     with torch.no_grad():
@@ -248,12 +227,13 @@ class Reads(nn.Module):
         self.read, self.called = nn.Linear(8, 8), nn.Linear(8, 8)
         self.unused, self.hooked = nn.Linear(8, 8), nn.Linear(8, 8)
         self.scaled, self.short = nn.Linear(8, 8), nn.Linear(8, 8).bfloat16()
+        self.named = nn.Linear(8, 8)
         self.full, self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.two.weight = self.one.weight
 
     def forward(self, x):
         x = nn.functional.linear(self.called(x), self.read.weight) + self.read(x)
-        x = self.scaled(self.hooked(x))
+        x = self.scaled(self.hooked(self.named(input=x)))
         x = self.full(x) + self.short(x.bfloat16()).float()
         return self.two(self.one(x)).to(self.called.weight.dtype)
 
@@ -274,6 +254,7 @@ def test_whatever_speaks_against_a_sparse_layer_is_told(clock):
     assert why["called"] == ("sparse", "2.0x")
     assert why["read"] == ("dense", "its weight is read by the model")
     assert why["unused"] == ("dense", "not called on the example")
+    assert why["named"] == ("dense", "called with something else than one tensor")
     assert why["hooked"] == ("dense", "has hooks")
     assert why["scaled"] == ("dense", "a ParametrizedLinear")
     assert why["short"] == ("dense", "of dtype bfloat16")
@@ -356,6 +337,98 @@ def test_where_compaction_refuses_the_layers_are_still_chosen(clock, monkeypatch
         deploy(model, torch.randn(3, 63))
 
 
+class Block(nn.Module):
+    """A residual block of the usual kind: one ReLU for all, in place, and so is the sum."""
+
+    def __init__(self, channels, stride=1):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 8, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(8, 8, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(8)
+        self.downsample = None
+        if channels != 8:
+            short = nn.Conv2d(channels, 8, 1, stride, bias=False)
+            self.downsample = nn.Sequential(short, nn.BatchNorm2d(8))
+
+    def forward(self, x):
+        identity = x
+        out = self.relu(self.norm1(self.conv1(x)))
+        out = self.norm2(self.conv2(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+def test_residual_blocks_in_place(clock, memory):
+    x = torch.randn(2, 4, 16, 16).to(memory_format=memory)
+    model = settled(mostly_zero(nn.Sequential(Block(4, 2), Block(8))), x).to(memory_format=memory)
+    deployed = deploy(model, x)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in deployed.modules())
+    for block in ("0", "1"):
+        for taken in ("ReLU after {}.conv1", "sum after {}.conv2", "ReLU after {}.conv2"):
+            assert f"the {taken.format(block)}" in deployed.report.folded
+    assert_same(deployed, model, x)
+    assert_same(deployed, model, torch.randn(5, 4, 9, 12))
+
+
+class Outsiders(nn.Module):
+    """Layers that are no submodules: kept in a plain list, and made anew in each run."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.hidden = [nn.BatchNorm2d(4).eval(), nn.Conv2d(4, 4, 1)]
+
+    def forward(self, x):
+        norm, conv = self.hidden
+        blur = nn.Conv2d(4, 4, 3, groups=4, bias=False)
+        nn.init.constant_(blur.weight, 1 / 9)
+        return blur(conv(norm(self.conv(x))))
+
+
+def test_layers_that_are_not_the_models_are_left_alone(clock):
+    model, x = mostly_zero(Outsiders(), 0.6), torch.randn(2, 4, 8, 8)
+    deployed = deploy(model, x)
+    assert [layer.name for layer in deployed.report.layers] == ["conv"]
+    assert isinstance(deployed.conv, SparseConv2d)
+    assert_same(deployed, model, x)
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x.sub_(0.5))
+
+
+def test_the_example_stays_as_it_is(clock):
+    x = torch.randn(3, 8)
+    before = x.clone()
+    deployed = deploy(mostly_zero(Centred(), 0.6), x)
+    assert torch.equal(x, before)
+    assert deployed.report.chosen == "sparse"
+
+
+def test_a_model_that_never_repeats_itself_stays_dense(clock):
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(x + torch.rand(()))
+
+    deployed = deploy(mostly_zero(Noisy(), 0.6), torch.randn(3, 8))
+    assert deployed.report.chosen == "dense"
+    assert "not sparse: its outputs differ" in str(deployed.report)
+
+
 def test_a_model_whose_outputs_differ_is_not_deployed(clock, monkeypatch):
     def wrong(layer, relu=False):
         made = SparseLinear(layer, relu=relu)
@@ -394,6 +467,15 @@ def test_mistakes(clock):
     model.report = "mine"
     with pytest.raises(ValueError, match="the model has a `report` already"):
         deploy(model, torch.randn(1, 2))
+    deployed = deploy(mostly_zero(nn.Linear(8, 8)), torch.randn(1, 8))
+    with pytest.raises(ValueError, match="the model is deployed already"):
+        deploy(deployed, torch.randn(1, 8))
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    compiled = nn.Sequential(torch.compile(model))
+    with pytest.raises(TypeError, match="0 is compiled, which hides its layers: deploy the model"):
+        deploy(compiled, torch.randn(1, 2))
+    with pytest.raises(TypeError, match="the model is compiled"):
+        deploy(torch.jit.ScriptModule(), torch.randn(1, 2))
     masked = prune.random_unstructured(nn.Linear(2, 2), "weight", 0.5)
     with pytest.raises(CompactError, match=r"remove\(layer, 'weight'\)"):
         deploy(masked, torch.randn(1, 2))

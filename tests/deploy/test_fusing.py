@@ -130,6 +130,40 @@ def test_a_fused_model_is_still_a_module(way):
             torch.testing.assert_close(model(x), wanted)
 
 
+class Spreads(Block):
+    """The layer's output is the smaller one of the sum, but not on the example."""
+
+    def forward(self, x):
+        mean = functional.adaptive_avg_pool2d(x, 1)
+        return functional.relu(self.short(mean) + self.first(x).tanh())
+
+
+def test_a_sum_may_be_larger_than_the_layers_output():
+    model, x = Spreads(), torch.randn(2, 4, 9, 9)
+    with torch.inference_mode():
+        wanted = model(x)
+        assert "the sum after short" in fuse(model, counts(model))
+        model(x[..., :1, :1])
+        torch.testing.assert_close(model(x), wanted)
+
+
+class InPlaceBetween(Block):
+    """What the first layer reads is changed before the sum, where the example may not show it."""
+
+    def forward(self, x):
+        short = self.short(x)
+        return self.second(self.relu(x)) + short
+
+
+def test_a_layer_is_not_moved_past_what_changes_its_input():
+    model = InPlaceBetween()
+    x = torch.randn(2, 4, 9, 9)
+    with torch.inference_mode():
+        wanted = model(x.clone())
+        assert fuse(model, counts(model)) == ["the sum after second"]
+        torch.testing.assert_close(model(x.clone()), wanted)
+
+
 class Branches(Block):
     def forward(self, x):
         return functional.relu(self.first(x)) if x.mean() > 0 else x
@@ -181,13 +215,69 @@ class Reused(Block):
         return functional.relu(self.first(x)) + self.first(x - 1)
 
 
+class Remembers(Block):
+    """What a trace would write into it would be no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(functional.relu(self.first(x)))
+        return self.seen[-1]
+
+
+class Counts(Block):
+    runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        return functional.relu(self.first(x))
+
+
+class MayBeNone(Block):
+    def forward(self, x, mask):
+        y = functional.relu(self.first(x))
+        return y if mask is None else y * mask
+
+
+class AsksForTheType(Block):
+    def forward(self, x):
+        return functional.relu(self.first(x[0] if isinstance(x, list) else x))
+
+
+class Replaced(Block):
+    """Its forward is not its class's, which fx would trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward = self.other
+
+    def forward(self, x):
+        return functional.relu(self.first(x))
+
+    def other(self, x):
+        return self.first(x)
+
+
+class ByName(Block):
+    def forward(self, x):
+        return functional.relu(self.norm(input=self.first(x)))
+
+
 @pytest.mark.parametrize(
     "kind",
-    [Branches, Optional, UsedTwice, ChangesTheOther, Scaled, OwnTensor, Hooked, Reused],
+    [
+        *(Branches, Optional, UsedTwice, ChangesTheOther, Scaled, OwnTensor, Hooked, Reused),
+        *(Remembers, Counts, MayBeNone, AsksForTheType, Replaced, ByName),
+    ],
 )
 def test_what_would_change_the_result_stays(kind):
     model = kind()
     called = {**counts(model), model.first: 2 if kind is Reused else 1}
+    before = model.forward
+    state = dict(vars(model))
     assert fuse(model, called) == []
-    assert "forward" not in vars(model)
+    assert model.forward == before
+    assert vars(model) == state
     assert not any(one.relu for one in model.modules() if isinstance(one, SparseLayer))

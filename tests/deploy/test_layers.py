@@ -9,6 +9,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pdecay.deployment import layers, layers_kernel
 from pdecay.deployment.layers import SparseConv2d, SparseLinear, why_not
@@ -127,10 +129,37 @@ def test_something_may_be_added_to_its_output(dense, size, relu):
         both = (wanted + more).relu() if relu else wanted + more
         torch.testing.assert_close(sparse(x, more), both, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sparse(x), wanted.relu() if relu else wanted, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=r"takes torch.float32 on the CPU, got torch.float64"):
-        sparse(x, wanted.double())
-    with pytest.raises(RuntimeError, match="expand"):
-        sparse(x, torch.randn(3, *wanted.shape))
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize(
+    "more",
+    [
+        3,
+        torch.tensor(-0.5),
+        torch.randn(8),
+        torch.randn(3, 1),
+        torch.randn(4, 3, 8),  # larger than the output: what is added spreads it
+        torch.randn(3, 8, dtype=torch.float64),
+        torch.arange(8),
+    ],
+    ids=lambda more: str(getattr(more, "shape", more)),
+)
+def test_it_adds_what_torch_adds(more, relu):
+    dense = dense_linear(16, 8)
+    sparse, x = SparseLinear(dense, relu=relu), torch.randn(3, 16)
+    wanted = (dense(x) + more).relu() if relu else dense(x) + more
+    torch.testing.assert_close(sparse(x, more), wanted, rtol=1e-5, atol=1e-5)
+    one = sparse(x[:1])  # the plan is as it was
+    torch.testing.assert_close(one, dense(x[:1]).relu() if relu else dense(x[:1]))
+
+
+def test_what_is_added_may_require_a_gradient():
+    with torch.inference_mode(False):
+        sparse, x = SparseLinear(dense_linear(16, 8)), torch.randn(3, 16)
+        more = torch.randn(3, 8, requires_grad=True)
+        sparse(x, more).sum().backward()
+        assert torch.equal(more.grad, torch.ones(3, 8))
 
 
 def test_a_layer_without_any_weight_left():
@@ -259,6 +288,65 @@ def test_without_a_compiler_it_computes_densely_and_says_so_once(monkeypatch):
             torch.testing.assert_close(sparse(x), dense(x).relu())
         sparse(x)
         assert why_not(dense) == "no C compiler found"
+
+
+def test_under_autocast_it_takes_short_numbers():
+    dense = dense_linear(8, 4)
+    sparse, x = SparseLinear(dense), torch.randn(3, 8)
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.testing.assert_close(sparse(x.bfloat16()), dense(x).float(), rtol=0.1, atol=0.1)
+        with pytest.raises(ValueError, match=r"got torch.bfloat16 on cpu: convert the input"):
+            sparse(x.bfloat16())
+
+
+@pytest.mark.parametrize("kind", [SparseLinear, SparseConv2d])
+def test_torchs_default_device_is_no_concern_of_it(kind):
+    linear = kind is SparseLinear
+    dense = dense_linear(64, 48) if linear else dense_conv(4, 8, 3, padding=1)
+    sparse = kind(dense)
+    for size in [(1, 64), (20, 64)] if linear else [(2, 4, 9, 9), (1, 4, 32, 32)]:
+        x = torch.randn(size)
+        with torch.device("meta"):
+            got = sparse(x)
+        torch.testing.assert_close(got, dense(x), rtol=1e-5, atol=1e-5)
+    with torch.device("meta"):
+        assert torch.equal(sparse.to_dense().weight, dense.weight)
+
+
+def test_many_threads_with_more_shapes_than_it_remembers():
+    from concurrent.futures import ThreadPoolExecutor
+
+    dense = dense_conv(1, 2, 3)
+    sparse = SparseConv2d(dense)
+    inputs = [torch.randn(1, 1, 3 + k % (2 * layers._PLANS), 5) for k in range(400)]
+    with torch.inference_mode(False), torch.no_grad():
+        wanted = [dense(x) for x in inputs]
+        with ThreadPoolExecutor(4) as pool:
+            for got, one in zip(pool.map(sparse, inputs), wanted, strict=True):
+                torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernel
+@pytest.mark.parametrize("way", ["functionalize", "vmap", "make_fx", "fake"])
+def test_transformed_it_is_the_dense_layer(way):
+    """Where a tensor has no memory of its own, or what is done with it is recorded."""
+    with torch.inference_mode(False), torch.no_grad():
+        dense = dense_linear(8, 4)
+        sparse, x = SparseLinear(dense), torch.randn(3, 8)
+        sparse(x)  # it knows this shape
+        if way == "functionalize":
+            got = torch.func.functionalize(sparse)(x)
+        elif way == "vmap":
+            got = torch.func.vmap(sparse)(x)
+        elif way == "make_fx":
+            got = make_fx(sparse)(torch.randn(3, 8))(x)
+        else:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                fake = mode.from_tensor(x)
+            assert sparse(fake).shape == (3, 4)
+            return
+        torch.testing.assert_close(got, dense(x))
 
 
 @needs_kernel

@@ -2,12 +2,14 @@
 
 What a module's forward does with a layer's output, by a function, a method or a module, is seen by
 tracing it with ``torch.fx``, its submodules as black boxes. The module stays what it is; its
-forward becomes one with fewer steps. A forward that cannot be traced, that has tensors of its own
-or that takes anything but tensors is left alone.
+forward becomes one with fewer steps. A forward is left alone if it cannot be traced, has tensors of
+its own, changes its module, or asks what its arguments are: a trace knows one answer only.
 """
 
 from __future__ import annotations
 
+import copy
+import dis
 import inspect
 import operator
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from pdecay.deployment.layers import SparseLayer
 from pdecay.deployment.wiring import has_hooks
@@ -58,23 +61,49 @@ def _traced(module: nn.Module) -> fx.Graph | None:
         return None
     if not any(isinstance(one, SparseLayer) for one in module.modules()):
         return None
-    given = inspect.signature(module.forward).parameters.values()
-    # An argument with a default is often one that the forward branches on.
-    if any(
-        one.kind is not one.POSITIONAL_OR_KEYWORD or one.default is not one.empty for one in given
-    ):
+    # fx traces the class's forward.
+    if "forward" in vars(module) or _asks_what_it_is_given(module.forward):
         return None
+    # A copy, as the forward may keep what it is given: stand-ins for tensors.
+    tensors = (*module.parameters(), *module.buffers())
+    twin = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    before = _state(twin)
     try:
-        graph = _Tracer().trace(module)
-    except Exception:  # fx runs the forward on stand-ins for tensors: whatever it does may fail
+        graph = _Tracer().trace(twin)
+    except Exception:  # whatever a forward does with the stand-ins may fail
+        return None
+    after = _state(twin)
+    if len(before) != len(after) or any(map(operator.is_not, before, after)):
         return None
     # Its own tensors would be held twice, and part ways when the model is converted.
     return None if any(node.op == "get_attr" for node in graph.nodes) else graph
 
 
+def _asks_what_it_is_given(forward: Any) -> bool:
+    """Whether a forward may do one thing for a tensor and another for something else."""
+    given = inspect.signature(forward).parameters.values()
+    # An argument with a default is often one that the forward branches on.
+    if any(
+        one.kind is not one.POSITIONAL_OR_KEYWORD or one.default is not one.empty for one in given
+    ):
+        return True
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    if code is None or "isinstance" in code.co_names:
+        return True
+    names = [step.opname for step in dis.get_instructions(code)]
+    # A single argument is no more asked for being None than an attribute is; one of several is.
+    return len(given) > 1 and any("IS_OP" in name or name.endswith("_NONE") for name in names)
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """All that a module and those in it hold."""
+    return tree_leaves([vars(one) for one in module.modules()])
+
+
 def _drop_identities(graph: fx.Graph, module: nn.Module) -> None:
     for node in list(graph.nodes):
-        if type(_called(node, module)) is nn.Identity and not has_hooks(_called(node, module)):
+        called = _called(node, module)
+        if type(called) is nn.Identity and len(node.args) == 1 and not has_hooks(called):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
@@ -90,8 +119,10 @@ def _fuse_in(
             continue
         if len(node.args) != 1 or node.kwargs or layer.relu or has_hooks(layer):
             continue
-        if (other := _added(user := _only_user(node), node)) is not None:
-            assert user is not None
+        user = _only_user(node)
+        other = _added(user, node)
+        # The layer will be called where the sum is: nothing in between may change what it reads.
+        if user is not None and other is not None and not _writes_between(node, user, module):
             with graph.inserting_before(user):
                 both = graph.call_module(node.target, (*node.args, other))
             user.replace_all_uses_with(both)
@@ -130,6 +161,26 @@ def _added(user: fx.Node | None, node: fx.Node) -> fx.Node | None:
         return second
     # In place, the other one would be changed: somebody may read it later.
     return first if second is node and user.target in _SUMS else None
+
+
+def _writes_between(first: fx.Node, last: fx.Node, module: nn.Module) -> bool:
+    node = first.next
+    while node is not last and not _may_write(node, module):
+        node = node.next
+    return node is not last
+
+
+def _may_write(node: fx.Node, module: nn.Module) -> bool:
+    """Whether a step may change a tensor in place."""
+    if node.op == "call_module":
+        return any(getattr(one, "inplace", False) for one in _called(node, module).modules())
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    return (
+        (name.endswith("_") and not name.endswith("__"))
+        or name == "setitem"
+        or "out" in node.kwargs
+        or any(value is True for value in (*node.args, node.kwargs.get("inplace")))
+    )
 
 
 def _is_relu(user: fx.Node, module: nn.Module) -> bool:

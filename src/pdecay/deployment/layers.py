@@ -5,7 +5,8 @@ a dense layer multiplies it with an infinite or undefined input and gets NaN, a 
 see that input.
 
 The kernels are plain C, compiled at first use (see ``pdecay.kernels``). Without a compiler, and
-while torch traces or compiles the model, the layers compute densely, with the same result.
+while torch traces, compiles or transforms the model (``torch.func``), the layers compute densely,
+with the same result.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.jit._trace import is_tracing
+from torch._C import _disabled_torch_dispatch_impl
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional
 
 from pdecay.deployment import layers_kernel
@@ -100,11 +102,11 @@ class SparseLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight with its zeros, made anew each time: for code that asks a layer for it."""
-        outputs = torch.repeat_interleave(torch.arange(self.shape.out_channels), self.row.diff())
+        every = torch.arange(self.shape.out_channels, device=self.row.device)
+        outputs = torch.repeat_interleave(every, self.row.diff())
         columns = self.shape.weights // self.shape.out_channels
-        weight = self.values.new_zeros(self.shape.out_channels, columns)
-        weight[outputs, self.columns.long()] = self.values
-        return self._shaped(weight)
+        zeros = self.values.new_zeros(self.shape.out_channels, columns)
+        return self._shaped(zeros.index_put((outputs, self.columns.long()), self.values))
 
     def take_in_relu(self) -> None:
         """Make a ReLU that follows part of this layer."""
@@ -125,42 +127,48 @@ class SparseLayer(nn.Module):
         """A weight of a row for each output, as the dense layer has it."""
         return weight
 
-    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
-        """The layer's output; `more`, which has its shape or spreads to it, is added to it."""
+    def forward(self, x: Tensor, more: Tensor | float | None = None) -> Tensor:
+        """The layer's output; `more`, if given, is added to it, before the ReLU."""
         # What is asked for at every call is kept short: layers may take ten microseconds in all.
-        if _is_traced():
+        if _is_traced(x):
             return self._densely(x, more)
         call = self._calls.get(x.shape)
         if call is None or x.dtype is not self._dtype or x.requires_grad or not x.is_cpu:
-            return self._first(x, more)
-        if more is not None:
-            self._check_form(more)
+            x = self._accepted(x)
+            call = self._call(x.shape)
+            if call is None:
+                return self._densely(x, more)
         return call(x if x.is_contiguous() else x.contiguous(), more)
 
-    def _first(self, x: Tensor, more: Tensor | None) -> Tensor:
-        """A call with a new shape of input, or with one that is not as it should be."""
-        self._check_form(x)
-        if more is not None:
-            self._check_form(more)
-        self._check(x.shape)
-        if self._why_dense is not None:
-            return self._densely(x, more)
-        if x.shape not in self._calls:
-            if len(self._calls) >= _SHAPES:
-                self._calls.clear()
-            self._calls[x.shape] = self._prepare(x.shape)
-        return self._calls[x.shape](x.contiguous(), more)
-
-    def _check_form(self, x: Tensor) -> None:
-        """Raise unless this is a tensor that the kernel can read."""
+    def _accepted(self, x: Tensor) -> Tensor:
+        """The input, if it is one that the kernel can read."""
         name = type(self).__name__
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name} computes no gradients, and its input requires one: call the model in "
                 "torch.inference_mode(), or train the dense model"
             )
+        if x.is_cpu and x.is_floating_point() and torch.is_autocast_enabled("cpu"):
+            return x.to(self._dtype)  # the short numbers of a dense layer before this one
         if x.dtype is not self._dtype or not x.is_cpu:
-            raise ValueError(f"{name} takes {self._dtype} on the CPU, got {x.dtype} on {x.device}")
+            raise ValueError(
+                f"{name} takes {self._dtype} on the CPU, got {x.dtype} on {x.device}: "
+                "convert the input, or deploy the model in the dtype that it shall have"
+            )
+        return x
+
+    def _call(self, shape: torch.Size) -> Call | None:
+        """The kernel on a shape of input; None where there is no kernel."""
+        self._check(shape)
+        if self._why_dense is not None:
+            return None
+        call = self._calls.get(shape)
+        if call is None:
+            if len(self._calls) >= _SHAPES:
+                self._calls.clear()
+            with torch.device("cpu"):  # whatever torch's default device is
+                call = self._calls[shape] = self._prepare(shape)
+        return call
 
     def _check(self, shape: torch.Size) -> None:
         """Raise unless this is a shape of input that the layer takes."""
@@ -183,18 +191,19 @@ class SparseLayer(nn.Module):
         self._why_dense = layers_kernel.available()
 
     def _plan(self, key: tuple[int, ...], make: Callable[[], Plan]) -> Plan:
-        if key not in self._plans:
+        plan = self._plans.get(key)
+        if plan is None:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
                 self._calls.clear()
-            self._plans[key] = make()
-        return self._plans[key]
+            plan = self._plans[key] = make()
+        return plan
 
-    def _densely(self, x: Tensor, more: Tensor | None) -> Tensor:
+    def _densely(self, x: Tensor, more: Tensor | float | None) -> Tensor:
         weight = self._dense
         if weight is None:
             weight = self.weight
-            if not _is_traced():
+            if not _is_traced(x):
                 name = type(self).__name__
                 warnings.warn(f"{name} computes densely: {self._why_dense}", stacklevel=3)
                 self._dense = weight
@@ -315,7 +324,7 @@ class SparseConv2d(SparseLayer):
         """An ``nn.Conv2d`` of the same weight; a ReLU that is part of this layer is not of it."""
         return self._fill(nn.Conv2d(self.in_channels, self.out_channels, **self._options()))
 
-    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, more: Tensor | float | None = None) -> Tensor:
         if self._border is not None:
             x = functional.pad(x, self._border, self.padding_mode)
         return super().forward(x, more)
@@ -356,8 +365,18 @@ class SparseConv2d(SparseLayer):
         return functional.conv2d(x, weight, bias, shape.stride, 0, shape.dilation, shape.groups)
 
 
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or is_tracing()
+def _is_traced(x: Tensor) -> bool:
+    """Whether the operations on a tensor are recorded or changed, or it only stands for another."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or peek_interpreter_stack() is not None
+        or (
+            type(x) is not Tensor
+            and type(x).__torch_dispatch__ is not _disabled_torch_dispatch_impl
+        )
+    )
 
 
 def _pair(numbers: tuple[int, ...]) -> tuple[int, int]:

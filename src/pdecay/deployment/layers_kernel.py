@@ -6,7 +6,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -62,21 +62,42 @@ class Call:
         self._scratch = plan.scratch
         self._count = count
         # `empty_like` takes half the time of `empty`; this holds one number.
-        self._like = torch.empty((), dtype=plan.dtype).expand(out_shape)
+        self._like = torch.empty((), dtype=plan.dtype, device="cpu").expand(out_shape)
         self._threads = max(1, count * plan.work // _THREAD_WORK)
 
-    def __call__(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, more: Tensor | float | None = None) -> Tensor:
         """The output. `x` is contiguous, of the shape and dtype that this is made for.
 
-        `more`, if given, is added before a ReLU; it has the output's shape, or spreads to it.
+        `more`, if given, is added before a ReLU, as torch adds: by the kernel, if it is a tensor
+        that has the output's dtype and shape, or spreads to it.
         """
+        if more is None:
+            return self._run(self._address, x, None)
+        if self._spreads(more):
+            return self._run(self._address, x, more.expand_as(self._like).contiguous())
+        bare = _Struct.from_buffer_copy(self._plan.struct)
+        bare.relu = 0
+        y = self._run(ctypes.addressof(bare), x, None) + more
+        return y.relu() if self._plan.struct.relu else y
+
+    def _spreads(self, more: Tensor | float) -> TypeGuard[Tensor]:
+        """Whether this is a tensor that the kernel can add to the output."""
+        like = self._like
+        if not isinstance(more, Tensor) or more.dtype is not like.dtype or not more.is_cpu:
+            return False
+        if more.requires_grad and torch.is_grad_enabled():
+            return False
+        sizes = zip(reversed(more.shape), reversed(like.shape), strict=False)
+        return more.shape == like.shape or (
+            more.dim() <= like.dim() and all(one in (1, whole) for one, whole in sizes)
+        )
+
+    def _run(self, plan: int, x: Tensor, more: Tensor | None) -> Tensor:
         out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
         threads = min(torch.get_num_threads(), self._threads)
         scratch = _scratch(threads * self._scratch) if self._scratch else None
-        if more is not None:
-            more = more.expand_as(self._like).contiguous()
         self._function(
-            *(self._address, self._count, x.data_ptr(), None if more is None else more.data_ptr()),
+            *(plan, self._count, x.data_ptr(), None if more is None else more.data_ptr()),
             *(out.data_ptr(), scratch, threads),
         )
         return out
@@ -112,7 +133,7 @@ def _scratch(size: int) -> int:
     """The address of room for so many bytes, of this thread and reused by all of its calls."""
     kept: Tensor | None = getattr(_local, "kept", None)
     if kept is None or kept.nbytes < size:
-        _local.kept = kept = torch.zeros(size, dtype=torch.uint8)
+        _local.kept = kept = torch.zeros(size, dtype=torch.uint8, device="cpu")
     return kept.data_ptr()
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_map
 
 from pdecay.deployment.compact import CompactError, compact
 from pdecay.deployment.compact.inputs import Inputs
@@ -69,12 +70,22 @@ def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
         >>> deployed.report.layers[0].name, deployed.report.layers[0].choice in ("dense", "sparse")
         ('0', True)
     """
-    inputs = Inputs.of(example_inputs)
+    example = Inputs.of(example_inputs)
+    inputs = _Fresh(example.args, example.kwargs)
     if not isinstance(model, nn.Module):
         raise TypeError(f"deploy needs a torch.nn.Module, got {type(model).__name__}")
-    if hasattr(model, "report"):
+    compiled = [name for name, one in model.named_modules() if _is_compiled(one)]
+    if compiled or isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"{''.join(compiled[:1]) or 'the model'} is compiled, which hides its layers: deploy "
+            "the model that it was made from, and use that as it is"
+        )
+    report = getattr(model, "report", None)
+    if isinstance(report, DeployReport):
+        raise ValueError("the model is deployed already: deploy the one that was trained")
+    if report is not None:
         raise ValueError("the model has a `report` already, which deploy would hide: rename it")
-    smaller, notes = _compacted(model, example_inputs, inputs)
+    smaller, notes = _compacted(model, inputs)
     given = _shared_copy(model)
     seen = wiring(smaller, inputs)
     folded = _fold_batch_norms(smaller, seen)
@@ -86,10 +97,11 @@ def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
 
     expected = outputs(given, inputs)
     off = {name: difference(expected, outputs(one, inputs)) for name, one in models.items()}
-    for name in [name for name in models if off[name] > _SAME]:
+    wrong: list[Chosen] = [name for name in models if name != "dense" and off[name] > _SAME]
+    for name in wrong:
         notes.append(f"not {name}: its outputs differ by {off[name]:.1e}, more than {_SAME:.0e}")
         del models[name]
-    times = _times(models, inputs)
+    times = _times(models, inputs.copy())
     chosen = _fastest(times)
     if chosen == "dense":  # of its own, not the caller's tensors
         models["dense"] = copy.deepcopy(model).eval().requires_grad_(False)
@@ -117,13 +129,31 @@ def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
     return deployed
 
 
-def _compacted(
-    model: nn.Module, example_inputs: Any, inputs: Inputs
-) -> tuple[nn.Module, list[str]]:
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether this is what torch.compile returns; its class would take a second to import."""
+    return type(module).__name__ == "OptimizedModule"
+
+
+class _Fresh(Inputs):
+    """An example that stays as it is, though a model may change its inputs in place."""
+
+    def copy(self) -> Inputs:
+        def copied(leaf: Any) -> Any:
+            return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+        args, kwargs = tree_map(copied, (self.args, self.kwargs))
+        return Inputs(args, kwargs)
+
+    def call(self, model: nn.Module) -> Any:
+        return self.copy().call(model)
+
+
+def _compacted(model: nn.Module, inputs: _Fresh) -> tuple[nn.Module, list[str]]:
     """The smaller model, or a copy where it cannot be had, and a note of why not."""
     notes = []
+    example = inputs.copy()
     try:
-        smaller = compact(model, example_inputs)
+        smaller = compact(model, example.kwargs or example.args)
     except CompactError as error:
         try:
             smaller = copy.deepcopy(model).eval()
@@ -144,7 +174,7 @@ def _fold_batch_norms(model: nn.Module, seen: Wiring) -> list[str]:
     """Make each batch norm part of the layer whose outputs alone it gets. Their names."""
     names = {module: name for name, module in model.named_modules()}
     found = []
-    for layer, norm in seen.next_of.items():
+    for layer, norm in list(seen.next_of.items()):
         if not isinstance(layer, LAYERS) or _obstacle(model, layer, seen) or has_hooks(norm):
             continue
         with torch.no_grad():
@@ -230,8 +260,10 @@ def _obstacle(model: nn.Module, layer: nn.Linear | nn.Conv2d, seen: Wiring) -> s
         return "parametrized"
     if has_hooks(layer):
         return "has hooks"
-    if None in seen.calls.get(layer, [None]):
+    if layer not in seen.calls:
         return "not called on the example"
+    if None in seen.calls[layer]:
+        return "called with something else than one tensor"
     if layer in seen.readers:
         return f"its weight is read by {', '.join(sorted(seen.readers[layer]))}"
     owners = [
@@ -313,7 +345,7 @@ def _keep_contiguous(layer: nn.Conv2d, channels_last: bool) -> None:
     """Let a dense layer hand on images as sparse ones have them; else each of those would copy."""
     if channels_last:
         layer.register_forward_pre_hook(_contiguous_input)
-    if not layer.weight.is_contiguous():
+    if not is_parametrized(layer) and not layer.weight.is_contiguous():
         layer.weight = nn.Parameter(layer.weight.contiguous(), requires_grad=False)
 
 

@@ -48,7 +48,7 @@ class Input:
 
     def random(self) -> Tensor:
         """A tensor of this form."""
-        x = torch.randn(self.shape, dtype=self.dtype)
+        x = torch.randn(self.shape, dtype=self.dtype, device="cpu")
         return x.to(memory_format=torch.channels_last) if self.channels_last else x
 
 
@@ -72,7 +72,7 @@ class Wiring:
 def wiring(model: nn.Module, inputs: Inputs) -> Wiring:
     """Run the model on the inputs, and tell how it uses its layers."""
     uses = _Uses(model)
-    with _each_call(uses.enter, uses.leave), uses:
+    with _each_call(model, uses.enter, uses.leave), uses:
         uses.finish(inputs.call(model))
     return Wiring(calls(model, inputs), uses.readers, uses.next_of())
 
@@ -86,7 +86,7 @@ def calls(model: nn.Module, inputs: Inputs) -> dict[nn.Module, list[Input | None
         alone = len(args) == 1 and isinstance(args[0], Tensor)
         seen.setdefault(module, []).append(Input.of(args[0]) if alone else None)
 
-    with _each_call(note):
+    with _each_call(model, note):
         inputs.call(model)
     return seen
 
@@ -171,10 +171,23 @@ class _Uses(TorchFunctionMode):
 
 
 @contextmanager
-def _each_call(enter: Any, leave: Any = None) -> Iterator[None]:
-    handles = [register_module_forward_pre_hook(enter)]
-    if leave is not None:
-        handles.append(register_module_forward_hook(leave))
+def _each_call(model: nn.Module, enter: Any, leave: Any = None) -> Iterator[None]:
+    """Call `enter` before and `leave` after each call of a module of the model.
+
+    What else is called is no layer of it: a module that a forward makes or keeps in a plain list,
+    or one that another thread runs.
+    """
+    ours = set(model.modules())
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module in ours:
+            enter(module, args)
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if leave is not None and module in ours:
+            leave(module, args, output)
+
+    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
     try:
         yield
     finally:
