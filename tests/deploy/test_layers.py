@@ -199,8 +199,37 @@ def test_state_dicts_and_conversions_change_what_it_computes():
         one.load_state_dict(state)
         torch.testing.assert_close(one(x), 2 * before)
         torch.testing.assert_close(one.double()(x.double()).float(), 2 * before)
-        with pytest.raises(ValueError, match=r"takes torch\.float64 on the CPU"):
+        with pytest.raises(ValueError, match=r"takes torch\.float64 on cpu, got torch\.float32"):
             one(x)
+
+
+def test_buffers_that_are_no_weight_are_refused():
+    with torch.inference_mode(False):
+        one, x = SparseLinear(dense_linear(8, 4)), torch.randn(3, 8)
+        before = one(x)
+        state = {name: value.clone() for name, value in one.state_dict().items()}
+        for name in ("columns", "row"):
+            one.load_state_dict({**state, name: state[name] + 100})
+            with pytest.raises(ValueError, match="not the non-zeros of a 4 x 8 weight: load its"):
+                one(x)
+        odd = {name: torch.stack([value] * 2, -1)[:, 0] for name, value in state.items()}
+        odd["columns"] = odd["columns"].long()
+        odd["bias"] = odd["bias"].double()
+        one.load_state_dict(odd, assign=True)
+        assert torch.equal(one(x), before)
+
+
+@pytest.mark.parametrize("way", [{"dtype": torch.bfloat16}, {"device": "meta"}], ids=str)
+def test_where_the_kernel_cannot_follow_it_computes_densely(way):
+    with torch.inference_mode(False), torch.no_grad():
+        dense, x = dense_linear(8, 4), torch.randn(3, 8)
+        sparse = SparseLinear(dense).to(**way)
+        with pytest.warns(UserWarning, match="computes densely: o[fn] d"):
+            got = sparse(x.to(**way))
+        assert got.shape == (3, 4)
+        assert got.device == sparse.values.device
+        if "dtype" in way:
+            torch.testing.assert_close(got, dense.to(**way)(x.to(**way)))
 
 
 def test_it_says_what_it_is():

@@ -40,13 +40,16 @@ Dense = TypeVar("Dense", nn.Linear, nn.Conv2d)
 
 def why_not(layer: nn.Linear | nn.Conv2d) -> str | None:
     """Why a layer cannot be made sparse, in a few words; None if it can."""
-    weight = layer.weight
+    count = layer.weight.numel()
+    return f"of {count} weights" if count == 0 or count >= 2**31 else _no_kernel(layer.weight)
+
+
+def _no_kernel(weight: Tensor) -> str | None:
+    """Why the kernel cannot compute with such a weight; None if it can."""
     if weight.dtype not in _DTYPES:
         return f"of dtype {str(weight.dtype).removeprefix('torch.')}"
     if weight.device.type != "cpu" or weight.layout != torch.strided:
         return f"on device {weight.device.type}, {weight.layout}"
-    if weight.numel() == 0 or weight.numel() >= 2**31:
-        return f"of {weight.numel()} weights"
     return layers_kernel.available()
 
 
@@ -103,7 +106,7 @@ class SparseLayer(nn.Module):
     def weight(self) -> Tensor:
         """The weight with its zeros, made anew each time: for code that asks a layer for it."""
         every = torch.arange(self.shape.out_channels, device=self.row.device)
-        outputs = torch.repeat_interleave(every, self.row.diff())
+        outputs = torch.repeat_interleave(every, self.row.diff(), output_size=len(self.values))
         columns = self.shape.weights // self.shape.out_channels
         zeros = self.values.new_zeros(self.shape.out_channels, columns)
         return self._shaped(zeros.index_put((outputs, self.columns.long()), self.values))
@@ -150,9 +153,9 @@ class SparseLayer(nn.Module):
             )
         if x.is_cpu and x.is_floating_point() and torch.is_autocast_enabled("cpu"):
             return x.to(self._dtype)  # the short numbers of a dense layer before this one
-        if x.dtype is not self._dtype or not x.is_cpu:
+        if x.dtype is not self._dtype or x.device != self.values.device:
             raise ValueError(
-                f"{name} takes {self._dtype} on the CPU, got {x.dtype} on {x.device}: "
+                f"{name} takes {self._dtype} on {self.values.device}, got {x.dtype} on {x.device}: "
                 "convert the input, or deploy the model in the dtype that it shall have"
             )
         return x
@@ -166,9 +169,29 @@ class SparseLayer(nn.Module):
         if call is None:
             if len(self._calls) >= _SHAPES:
                 self._calls.clear()
+            self._check_buffers()
             with torch.device("cpu"):  # whatever torch's default device is
                 call = self._calls[shape] = self._prepare(shape)
         return call
+
+    def _check_buffers(self) -> None:
+        """Raise unless the buffers are a weight: the kernel would read whatever memory they name.
+
+        They are not, after ``to_empty`` or a state dict of something else.
+        """
+        columns, row = self._weight.columns, self._weight.row
+        each = self.shape.weights // self.shape.out_channels
+        if not (
+            len(row) == self.shape.out_channels + 1 == len(self._weight.bias) + 1
+            and int(row[0]) == 0
+            and int(row[-1]) == len(columns) == len(self._weight.values)
+            and bool((row.diff() >= 0).all())
+            and bool(((columns >= 0) & (columns < each)).all())
+        ):
+            raise ValueError(
+                f"the buffers of this {type(self).__name__} are not the non-zeros of a "
+                f"{self.shape.out_channels} x {each} weight: load its state dict again"
+            )
 
     def _check(self, shape: torch.Size) -> None:
         """Raise unless this is a shape of input that the layer takes."""
@@ -184,11 +207,17 @@ class SparseLayer(nn.Module):
         """Make anew what is made from the buffers; for when they change."""
         self._dtype = self.values.dtype
         bias = self.values.new_zeros(self.shape.out_channels) if self.bias is None else self.bias
-        self._weight = NonZeros(self.values, self.columns, self.row, bias)
+        # As the kernel reads them: a state dict that is assigned may hold them otherwise.
+        self._weight = NonZeros(
+            self.values.contiguous(),
+            self.columns.int().contiguous(),
+            self.row.long().contiguous(),
+            bias.to(self._dtype).contiguous(),
+        )
         self._calls: dict[torch.Size, Call] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._dense: Tensor | None = None
-        self._why_dense = layers_kernel.available()
+        self._why_dense = _no_kernel(self.values)
 
     def _plan(self, key: tuple[int, ...], make: Callable[[], Plan]) -> Plan:
         plan = self._plans.get(key)
