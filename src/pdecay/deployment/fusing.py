@@ -91,7 +91,7 @@ def _asks_what_it_is_given(forward: Any) -> bool:
     if code is None or "isinstance" in code.co_names:
         return True
     names = [step.opname for step in dis.get_instructions(code)]
-    # A single argument is no more asked for being None than an attribute is; one of several is.
+    # "is None" asks for an attribute, as a rule; among several arguments, one may be optional.
     return len(given) > 1 and any("IS_OP" in name or name.endswith("_NONE") for name in names)
 
 

@@ -73,24 +73,24 @@ class Call:
         """
         if more is None:
             return self._run(self._address, x, None)
-        if self._spreads(more):
+        if self._can_add(more):
             return self._run(self._address, x, more.expand_as(self._like).contiguous())
         bare = _Struct.from_buffer_copy(self._plan.struct)
         bare.relu = 0
         y = self._run(ctypes.addressof(bare), x, None) + more
         return y.relu() if self._plan.struct.relu else y
 
-    def _spreads(self, more: Tensor | float) -> TypeGuard[Tensor]:
-        """Whether this is a tensor that the kernel can add to the output."""
+    def _can_add(self, more: Tensor | float) -> TypeGuard[Tensor]:
+        """Whether the kernel can add this to the output."""
         like = self._like
         if not isinstance(more, Tensor) or more.dtype is not like.dtype or not more.is_cpu:
             return False
         if more.requires_grad and torch.is_grad_enabled():
             return False
+        if more.shape == like.shape:
+            return True
         sizes = zip(reversed(more.shape), reversed(like.shape), strict=False)
-        return more.shape == like.shape or (
-            more.dim() <= like.dim() and all(one in (1, whole) for one, whole in sizes)
-        )
+        return more.dim() <= like.dim() and all(one in (1, whole) for one, whole in sizes)
 
     def _run(self, plan: int, x: Tensor, more: Tensor | None) -> Tensor:
         out = torch.empty_like(self._like, memory_format=torch.contiguous_format)

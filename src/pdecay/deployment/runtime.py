@@ -307,11 +307,11 @@ def _fused(
     plain, relus = _with_sparse(model, sparse, seen)
     made, _ = _with_sparse(model, sparse, seen)
     counts = {module: len(forms) for module, forms in calls(made, inputs).items()}
-    more = fuse(made, counts)
     try:
+        more = fuse(made, counts)
         same = difference(outputs(plain, inputs), outputs(made, inputs)) <= _SAME
-    except Exception:  # a forward that does something else than what was traced
-        same = False
+    except Exception:  # a forward that fx cannot write down, or that does more than it has seen
+        return plain, relus
     return (made, [*relus, *more]) if same else (plain, relus)
 
 
