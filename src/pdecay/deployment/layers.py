@@ -17,12 +17,10 @@ from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C import _disabled_torch_dispatch_impl
-from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional
 
 from pdecay.deployment import layers_kernel
-from pdecay.deployment.layers_kernel import Call, Plan
+from pdecay.deployment.layers_kernel import Call, Plan, is_traced
 from pdecay.deployment.layers_plan import NonZeros, Shape, convolution, rows
 
 __all__ = ["SparseConv2d", "SparseLayer", "SparseLinear", "why_not"]
@@ -133,7 +131,7 @@ class SparseLayer(nn.Module):
     def forward(self, x: Tensor, more: Tensor | float | None = None) -> Tensor:
         """The layer's output; `more`, if given, is added to it, before the ReLU."""
         # What is asked for at every call is kept short: layers may take ten microseconds in all.
-        if _is_traced(x):
+        if is_traced(x):
             return self._densely(x, more)
         call = self._calls.get(x.shape)
         if call is None or x.dtype is not self._dtype or x.requires_grad or not x.is_cpu:
@@ -232,7 +230,7 @@ class SparseLayer(nn.Module):
         weight = self._dense
         if weight is None:
             weight = self.weight
-            if not _is_traced(x):
+            if not is_traced(x):
                 name = type(self).__name__
                 warnings.warn(f"{name} computes densely: {self._why_dense}", stacklevel=3)
                 self._dense = weight
@@ -392,20 +390,6 @@ class SparseConv2d(SparseLayer):
         top, left, bottom, right = shape.padding
         x = functional.pad(x, (left, right, top, bottom))
         return functional.conv2d(x, weight, bias, shape.stride, 0, shape.dilation, shape.groups)
-
-
-def _is_traced(x: Tensor) -> bool:
-    """Whether the operations on a tensor are recorded or changed, or it only stands for another."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or peek_interpreter_stack() is not None
-        or (
-            type(x) is not Tensor
-            and type(x).__torch_dispatch__ is not _disabled_torch_dispatch_impl
-        )
-    )
 
 
 def _pair(numbers: tuple[int, ...]) -> tuple[int, int]:

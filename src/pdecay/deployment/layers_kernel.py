@@ -10,6 +10,8 @@ from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor
+from torch._C import _disabled_torch_dispatch_impl
+from torch._C._functorch import peek_interpreter_stack
 
 from pdecay.kernels.build import KernelUnavailable, load
 
@@ -44,6 +46,23 @@ def available() -> str | None:
     except KernelUnavailable as reason:
         return str(reason)
     return None
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether the kernel must not run on this, as it reads and writes memory unseen.
+
+    Operations on it are recorded or changed, or it only stands for another tensor.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or peek_interpreter_stack() is not None
+        or (
+            type(x) is not Tensor
+            and type(x).__torch_dispatch__ is not _disabled_torch_dispatch_impl
+        )
+    )
 
 
 class Call:
