@@ -104,7 +104,7 @@ class SparseLayer(nn.Module):
     def weight(self) -> Tensor:
         """The weight with its zeros, made anew each time: for code that asks a layer for it."""
         every = torch.arange(self.shape.out_channels, device=self.row.device)
-        outputs = torch.repeat_interleave(every, self.row.diff(), output_size=len(self.values))
+        outputs = torch.repeat_interleave(every, self.row.diff())  # ONNX: no output_size
         columns = self.shape.weights // self.shape.out_channels
         zeros = self.values.new_zeros(self.shape.out_channels, columns)
         return self._shaped(zeros.index_put((outputs, self.columns.long()), self.values))
