@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,30 @@ class Inputs:
     def of(cls, example: Any) -> Inputs:
         """From a tensor, a tuple of arguments, or a dict of keyword arguments."""
         if isinstance(example, Tensor):
-            return cls((example,), {})
-        if isinstance(example, Mapping):
+            made = cls((example,), {})
+        elif isinstance(example, Mapping):
             names = [name for name in example if not isinstance(name, str)]
             if names:
                 raise TypeError(f"example_inputs has a keyword that is no string: {names[0]!r}")
-            return cls((), dict(example))
-        if isinstance(example, tuple | list):
-            return cls(tuple(example), {})
-        raise TypeError(
-            "example_inputs must be a tensor, a tuple of the model's arguments or a dict of its "
-            f"keyword arguments, got {type(example).__name__}"
-        )
+            made = cls((), dict(example))
+        elif isinstance(example, tuple | list):
+            made = cls(tuple(example), {})
+        else:
+            raise TypeError(
+                "example_inputs must be a tensor, a tuple of the model's arguments or a dict of "
+                f"its keyword arguments, got {type(example).__name__}"
+            )
+        shapes = [
+            tuple(one.shape)
+            for one in tree_leaves((made.args, made.kwargs))
+            if isinstance(one, Tensor)
+        ]
+        if shapes and all(0 in shape for shape in shapes):
+            raise ValueError(
+                f"example_inputs has no numbers, got a tensor of shape {shapes[0]}: an example "
+                "needs at least one row"
+            )
+        return made
 
     def call(self, model: nn.Module) -> Any:
         return model(*self.args, **self.kwargs)
@@ -61,6 +73,8 @@ class Inputs:
                 noise = torch.randn(leaf.shape, generator=generator, dtype=torch.float32)
                 values = leaf.detach().float()
                 scale = values.std() if leaf.numel() > 1 else values.abs().max()
+                if scale == 0:  # an example of zeros or ones, for the shape alone
+                    scale = values.abs().max().clamp(min=1)
                 return (values.mean() + 2 * scale * noise.to(leaf.device)).to(leaf.dtype)
             order = torch.randperm(leaf.numel(), generator=generator).to(leaf.device)
             return leaf.flatten()[order].view_as(leaf)
