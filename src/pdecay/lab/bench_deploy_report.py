@@ -29,7 +29,7 @@ _COLORS = {0.9: GREEN, 0.95: BLUE, 0.99: VERMILION}
 
 def run(out: Path, *, quick: bool, console: Console | None = None) -> None:
     """Measure and print; write ``deploy.json``, ``.md``, ``.png`` and trained networks to `out`."""
-    console = console or Console(width=max(120, Console().width))  # its tables are wide
+    console = console or Console(width=max(140, Console().width))  # its tables are wide
     threads = [1] if quick or (os.cpu_count() or 1) < 2 else [1, 2]
     layers: list[LayerCost] = []
     networks: list[NetworkCost] = []
