@@ -1,7 +1,7 @@
 // A cloud of points over the axis of zeros: accuracy against sparsity, and the trade-off.
 
 /** Axes, grid and labels. Returns the SVG and where the plot lies in it. */
-function frame(host, { height, left = 46, right = 12, top = 12, bottom = 44, name }) {
+function frame(host, { height, left = 46, right = 20, top = 12, bottom = 44, name }) {
   const width = Math.max(240, Math.round(host.clientWidth));
   const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": name });
   host.replaceChildren(svg);
