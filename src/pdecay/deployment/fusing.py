@@ -8,7 +8,6 @@ its own, changes its module, or asks what its arguments are: a trace knows one a
 
 from __future__ import annotations
 
-import copy
 import dis
 import inspect
 import operator
@@ -20,6 +19,7 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
+from pdecay.deployment.copies import shared_copy
 from pdecay.deployment.layers import SparseLayer
 from pdecay.deployment.wiring import has_hooks
 
@@ -65,8 +65,7 @@ def _traced(module: nn.Module) -> fx.Graph | None:
     if "forward" in vars(module) or _asks_what_it_is_given(module.forward):
         return None
     # A copy, as the forward may keep what it is given: stand-ins for tensors.
-    tensors = (*module.parameters(), *module.buffers())
-    twin = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    twin = shared_copy(module)
     before = _state(twin)
     try:
         graph = _Tracer().trace(twin)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from pdecay.deployment.compact.errors import CompactError
 from pdecay.deployment.compact.inputs import Inputs
@@ -125,7 +124,7 @@ def _difference(model: nn.Module, inputs: Inputs, path: Path) -> float:
     """How far ONNX Runtime is off, running a file."""
     runtime: Any = importlib.import_module("onnxruntime")  # which has no types
     expected = outputs(model, inputs)
-    given = [leaf for leaf in tree_leaves((inputs.args, inputs.kwargs)) if isinstance(leaf, Tensor)]
+    given = inputs.tensors
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]
     if len(names) != len(given):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from pdecay.deployment.compact import CompactError, compact
 from pdecay.deployment.compact.inputs import Inputs
 from pdecay.deployment.compact.verify import difference, outputs
+from pdecay.deployment.copies import shared_copy
 from pdecay.deployment.fusing import fuse
 from pdecay.deployment.layers import SparseConv2d, SparseLayer, SparseLinear, why_not
 from pdecay.deployment.runtime_report import DeployedLayer, DeployReport
@@ -27,7 +28,6 @@ from pdecay.deployment.wiring import LAYERS, Input, Wiring, calls, has_hooks, wi
 __all__ = ["DeployReport", "DeployedLayer", "deploy"]
 
 Chosen = Literal["sparse", "smaller", "dense"]
-Model = TypeVar("Model", bound=nn.Module)
 
 _FEW_ZEROS = 0.3  # below this share of zeros, sparse is never faster
 _MARGIN = 0.9  # of the dense time: what a sparse layer may take
@@ -41,8 +41,9 @@ def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
     The model is compacted (:func:`pdecay.compact`), batch norms are folded into the layers before
     them, and every linear and 2-d convolutional layer is measured, dense and sparse, on the shapes
     that it sees on the example, with torch's number of threads. The faster one stays; dense where
-    they are close. Last, the whole model is measured against the one that was given: if it is not
-    faster, what comes back is dense.
+    they are close. Sparse layers take in the ReLUs and residual sums that follow them. Last, the
+    whole model is measured against the one that was given: if it is not faster, what comes back is
+    dense.
 
     Left dense are layers whose weight is shared, parametrized, masked or read by other code, such
     as the output projection of ``nn.MultiheadAttention``. The report names them.
@@ -86,7 +87,7 @@ def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
     if report is not None:
         raise ValueError("the model has a `report` already, which deploy would hide: rename it")
     smaller, notes = _compacted(model, inputs)
-    given = _shared_copy(model)
+    given = shared_copy(model)
     seen = wiring(smaller, inputs)
     folded = _fold_batch_norms(smaller, seen)
     layers, sparse = _choose(smaller, seen, inputs)
@@ -162,12 +163,6 @@ def _compacted(model: nn.Module, inputs: _Fresh) -> tuple[nn.Module, list[str]]:
             raise error from None
         notes.append(f"not compacted: {error}")
     return smaller.eval().requires_grad_(False), notes
-
-
-def _shared_copy(model: Model) -> Model:
-    """A copy in eval mode that shares the tensors."""
-    tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
 
 
 def _fold_batch_norms(model: nn.Module, seen: Wiring) -> list[str]:
@@ -326,13 +321,13 @@ def _with_sparse(
     new: dict[nn.Module, nn.Module] = {}
     relus = []
     for layer, one in sparse.items():
-        new[layer] = fresh = _shared_copy(one)
+        new[layer] = fresh = shared_copy(one)
         after = seen.next_of.get(layer)
         if type(after) is nn.ReLU and not has_hooks(after):
             fresh.take_in_relu()
             new[after] = nn.Identity().eval()
             relus.append(names[after])
-    made = _shared_copy(model)
+    made = shared_copy(model)
     by_name = {names[module]: replacement for module, replacement in new.items()}
     for layer, forms in seen.calls.items():
         if isinstance(layer, nn.Conv2d) and layer not in sparse:

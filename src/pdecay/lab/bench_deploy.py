@@ -7,14 +7,11 @@ once: their weights are kept. They run deployed, dense in torch, and dense in ON
 from __future__ import annotations
 
 import functools
-import logging
 import statistics
 import tempfile
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import pdecay
+from pdecay.deployment.compact.program import quiet
 from pdecay.deployment.layers import SparseConv2d, SparseLayer, SparseLinear
+from pdecay.deployment.onnx import check_installed
 from pdecay.deployment.runtime import DeployReport, deploy
 from pdecay.deployment.timing import interleaved
 from pdecay.files import replacing
@@ -353,30 +352,19 @@ def _function_times(model: nn.Module, x: Tensor) -> list[tuple[str, float]]:
 def onnx_session(model: nn.Module, x: Tensor, threads: int) -> Callable[[], object] | None:
     """A run of the dense model in ONNX Runtime, or None where that is not installed."""
     try:
-        import onnxruntime  # type: ignore[import-untyped]
-        import onnxscript  # noqa: F401 (torch exports with it)
-    except ImportError:
+        check_installed()
+    except ModuleNotFoundError:
         return None
+    import onnxruntime  # type: ignore[import-untyped]
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "model.onnx")
-        with torch.inference_mode(False), torch.no_grad(), _silence():
+        with torch.inference_mode(False), torch.no_grad(), quiet():
             torch.onnx.export(model, (x.clone(),), path, dynamo=True, verbose=False)
         session = onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
     feed = {session.get_inputs()[0].name: x.numpy()}
     (got,) = session.run(None, feed)
     torch.testing.assert_close(torch.from_numpy(got), model(x), rtol=1e-3, atol=1e-3)
     return functools.partial(session.run, None, feed)
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """The exporter warns of its own code, and of packages that are not needed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 import pdecay
 from pdecay.lab import digits, loop
+from pdecay.lab.threads import threads_of
 from pdecay.penalty import Penalty
 from pdecay.sparsity import SparsityReport
 
@@ -122,7 +121,8 @@ def train(setting: Setting, data: digits.Digits, *, seed: int, epochs: int) -> R
 
     The caller's random numbers and number of threads are left as they were.
     """
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    # Matrices this small are slower on several threads, and one thread adds in one order.
+    with torch.random.fork_rng(devices=[]), threads_of(1):
         torch.manual_seed(seed)
         model = digits.network()
         loop.train(
@@ -136,14 +136,3 @@ def train(setting: Setting, data: digits.Digits, *, seed: int, epochs: int) -> R
         )
         right = loop.accuracy(model, data.validation_images, data.validation_labels)
     return Run(seed, right, pdecay.sparsity(model))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Matrices this small are slower on several threads, and one thread adds in one order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -35,17 +35,18 @@ class Inputs:
                 "example_inputs must be a tensor, a tuple of the model's arguments or a dict of "
                 f"its keyword arguments, got {type(example).__name__}"
             )
-        shapes = [
-            tuple(one.shape)
-            for one in tree_leaves((made.args, made.kwargs))
-            if isinstance(one, Tensor)
-        ]
+        shapes = [tuple(tensor.shape) for tensor in made.tensors]
         if shapes and all(0 in shape for shape in shapes):
             raise ValueError(
                 f"example_inputs has no numbers, got a tensor of shape {shapes[0]}: an example "
                 "needs at least one row"
             )
         return made
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        leaves = tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def call(self, model: nn.Module) -> Any:
         return model(*self.args, **self.kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from pdecay.deployment.compact.errors import CompactError
 from pdecay.deployment.compact.inputs import Inputs
@@ -53,7 +53,7 @@ def exported(model: nn.Module, inputs: Inputs) -> Program:
 
 def has_batch(inputs: Inputs) -> bool:
     """Whether all tensors have a first axis of one and the same size."""
-    sizes = {tensor.shape[:1] for tensor in _tensors(inputs)}
+    sizes = {tensor.shape[:1] for tensor in inputs.tensors}
     return len(sizes) == 1 and sizes != {torch.Size([])}
 
 
@@ -109,11 +109,6 @@ def _export(model: nn.Module, inputs: Inputs, *, free: bool) -> ExportedProgram:
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # a file is not to tell where the user's code lies
     return program
-
-
-def _tensors(inputs: Inputs) -> list[Tensor]:
-    leaves = tree_leaves((inputs.args, inputs.kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _first_line(error: Exception) -> str:
