@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import pdecay
 from pdecay.deployment.compact import report_of
-from pdecay.deployment.compact.inputs import Inputs
-from pdecay.deployment.compact.verify import agree_in_float64, difference, outputs
+from pdecay.deployment.model.inputs import Inputs
+from pdecay.deployment.model.verification import agree_in_float64, difference, outputs
 
 TEXT, IMAGE, SOUND = (9,), (3, 32, 32), (800,)  # without the batch
 LARGEST = {torch.float32: 1e-5, torch.float64: 1e-12}  # difference of outputs

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from pdecay import Lp, PAdam, SparsityTarget, param_groups, prune_
-from pdecay.deployment.store import load, save
-from pdecay.lab import digits
+from pdecay.deployment.files import load, save
+from pdecay.lab.data import digits
 from pdecay.lab.models import GPT, ResNet
 
 SPARSITIES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)

@@ -17,8 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pdecay.deployment.layers import SparseLinear
-from pdecay.deployment.timing import interleaved
+from pdecay.deployment.layers.modules import SparseLinear
+from pdecay.deployment.runtime.timing import interleaved
 
 SIZE = 1024
 Function = Callable[[], object]

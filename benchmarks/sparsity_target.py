@@ -23,9 +23,9 @@ import torch
 
 import pdecay
 from pdecay import Lp, PAdam
-from pdecay.lab.schedule import schedule
+from pdecay._sparsity.pruning import GradualMagnitudePruning
 from pdecay.lab.tasks import task
-from pdecay.pruning import GradualMagnitudePruning
+from pdecay.lab.train.schedule import schedule
 
 RECORDS = Path(__file__).parent / "records"
 TABLES = Path(__file__).parents[1] / "docs" / "_data"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+from pdecay._optim.kernels import native
 
 # The tests' tensors are tiny: threads would only wait for each other, and pytest runs in several
 # processes as it is.
@@ -18,6 +22,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What `attach` is given by a test that compares to the last bit.
 EXACT: dict[str, Any] = {"fused": False}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile kernels into a folder of this run: tests neither read nor fill the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "PDECAY_CACHE" not in os.environ:
+            patch.setenv("PDECAY_CACHE", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
+@pytest.fixture
+def needs_native() -> None:
+    """Skip the test where the C kernel cannot be compiled."""
+    if reason := native.available():
+        pytest.skip(reason)
 
 
 @pytest.fixture

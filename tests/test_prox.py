@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdecay import Lp, prox
-from pdecay.penalty import Sum
+from pdecay._core.penalty import Sum
 
 FRAMEWORKS = {"numpy": np.array, "torch": lambda *a: torch.tensor(*a, dtype=torch.float64)}
 frameworks = pytest.mark.parametrize("array", FRAMEWORKS.values(), ids=FRAMEWORKS.keys())

@@ -3,22 +3,22 @@
 from typing import TYPE_CHECKING, Any
 
 from pdecay import prox
-from pdecay.attach import attach
-from pdecay.auxiliary import Every, Instant, Slow
-from pdecay.control import SparsityTarget, freeze_zeros
-from pdecay.doctor import doctor
-from pdecay.finder import find_lam
-from pdecay.groups import param_groups
-from pdecay.optim import PSGD, PAdam
-from pdecay.penalty import Lp
-from pdecay.pruning import GradualMagnitudePruning, MagnitudePruning
-from pdecay.schedules import LamSchedule, PSchedule
-from pdecay.sparsity import prune_, sparsity
+from pdecay._core.auxiliary import Every, Instant, Slow
+from pdecay._core.parameters import param_groups
+from pdecay._core.penalty import Lp
+from pdecay._optim.attachment import attach
+from pdecay._optim.optimizers import PSGD, PAdam
+from pdecay._sparsity.counting import prune_, sparsity
+from pdecay._sparsity.doctor import doctor
+from pdecay._sparsity.find_lam import find_lam
+from pdecay._sparsity.pruning import GradualMagnitudePruning, MagnitudePruning
+from pdecay._sparsity.schedules import LamSchedule, PSchedule
+from pdecay._sparsity.target import SparsityTarget, freeze_zeros
 
 if TYPE_CHECKING:
     from pdecay.deployment.compact import compact
-    from pdecay.deployment.runtime import deploy
-    from pdecay.deployment.store import load, save
+    from pdecay.deployment.files import load, save
+    from pdecay.deployment.runtime.deploying import deploy
 
 __all__ = [
     "PSGD",
@@ -50,9 +50,9 @@ __version__ = "0.1.0"
 # What is needed after training is imported when it is asked for: training does not wait for it.
 _LATER = {
     "compact": "pdecay.deployment.compact",
-    "deploy": "pdecay.deployment.runtime",
-    "load": "pdecay.deployment.store",
-    "save": "pdecay.deployment.store",
+    "deploy": "pdecay.deployment.runtime.deploying",
+    "load": "pdecay.deployment.files",
+    "save": "pdecay.deployment.files",
 }
 
 

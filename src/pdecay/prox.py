@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdecay.arrays import namespace
-from pdecay.penalty import Array, Penalty, check_number, magnitude
+from pdecay._core.arrays import namespace
+from pdecay._core.penalty import Array, Penalty, check_number, magnitude
 
 Strength = Any  # a number >= 0, or an array of them that broadcasts against the weights
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import pdecay
 from pdecay import Lp
-from pdecay.penalty import Penalty
+from pdecay._core.penalty import Penalty
 
 # Spread over the optimizers, one each: all kinds of p, and sums.
 PENALTIES = [

@@ -16,7 +16,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import pdecay
-from pdecay.cli import bench, compact, demo, doctor, export, inspect, report, sweep, train
+from pdecay.cli import (
+    bench,
+    compact,
+    demo,
+    doctor,
+    export,
+    inspect,
+    report,
+    sweep,
+    train,
+)
 from pdecay.cli.common import Command, UsageError
 
 COMMANDS = (

@@ -33,7 +33,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pdecay.lab import bench_deploy_report, bench_report
+    from pdecay.lab.bench import deploy_report as bench_deploy_report
+    from pdecay.lab.bench import steps_report as bench_report
 
     check_writable(args.out)
     parts = [part for part in args.parts or _PARTS if part != _DEPLOY]

@@ -28,7 +28,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from pdecay.deployment.compact import CompactError, compact, report_of
-    from pdecay.deployment.compact.saving import HOW_TO_LOAD, save
+    from pdecay.deployment.export.programs import HOW_TO_LOAD, save
 
     if args.out is not None:
         models.check_target("--out", args.out, HOW_TO_LOAD)

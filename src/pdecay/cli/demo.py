@@ -29,7 +29,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pdecay.lab import demo
+    from pdecay.lab.demo import demo
 
     check_writable(args.out)
     demo.run(args.out, seed=args.seed, quick=args.quick)

@@ -32,9 +32,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pdecay.deployment import onnx
     from pdecay.deployment.compact import CompactError, compact, report_of
-    from pdecay.deployment.store import save
+    from pdecay.deployment.export import onnx
+    from pdecay.deployment.files import save
 
     if args.onnx is None and args.sparse is None and args.dense is None:
         raise UsageError("there is nothing to write: give --onnx, --sparse or --dense")

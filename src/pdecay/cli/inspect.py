@@ -49,14 +49,14 @@ def _threshold(text: str) -> float:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pdecay.deployment.inspection import inspect
-    from pdecay.deployment.store import FileFormatError
+    from pdecay.deployment.files import FileFormatError
+    from pdecay.deployment.inspect import inspect
 
     if args.plot is not None:
         if args.plot.suffix not in _PICTURES:
             raise UsageError(f"--plot writes {' or '.join(_PICTURES)}, got {str(args.plot)!r}")
         check_writable(args.plot.parent)
-        from pdecay.deployment.inspection import picture  # before the work: it may not be installed
+        from pdecay.deployment.inspect import picture
     try:
         inspection = inspect(args.file, threshold=args.threshold, key=args.key)
     except FileFormatError as error:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_target(option: str, path: Path, suffixes: Iterable[str]) -> None:
     """Before the work, not after it: that a file can be written, and is of the kind it is to be."""
-    from pdecay.deployment.compact.saving import target_of
+    from pdecay.deployment.export.programs import target_of
 
     try:
         target_of(path, suffixes)
@@ -68,8 +68,8 @@ def model_of(args: argparse.Namespace) -> tuple[nn.Module, Any]:
 
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load a file of any kind that holds a state dict into a model."""
-    from pdecay.deployment.inspection.sources import _is_torch, _state_dict, _unpickled
-    from pdecay.deployment.store import FileFormatError, load
+    from pdecay.deployment.files import FileFormatError, load
+    from pdecay.deployment.inspect.sources import _is_torch, _state_dict, _unpickled
 
     try:
         if _is_torch(path):
@@ -84,9 +84,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 def _of_run(folder: Path) -> tuple[nn.Module, Any]:
     """The trained model of a run, and two of the task's inputs."""
-    from pdecay.lab import records
     from pdecay.lab.tasks import task
-    from pdecay.lab.training import RECORD, WEIGHTS
+    from pdecay.lab.train import records
+    from pdecay.lab.train.training import RECORD, WEIGHTS
 
     if not (folder / RECORD).is_file():
         raise UsageError(f"{folder} holds no finished run of pdecay train: {RECORD} is not there")

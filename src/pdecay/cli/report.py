@@ -28,8 +28,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from pdecay.lab import report
-    from pdecay.lab.records import RecordError
     from pdecay.lab.report.payload import about
+    from pdecay.lab.train.records import RecordError
 
     try:
         studies = report.load(args.runs)

@@ -124,7 +124,7 @@ def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from pdecay.lab import sweep
-    from pdecay.lab.data import DataError
+    from pdecay.lab.data.sources import DataError
 
     if args.retry_failed and not args.resume:
         raise UsageError("--retry-failed needs --resume")

@@ -80,10 +80,10 @@ def chosen_options(args: argparse.Namespace) -> dict[str, Any]:
 def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from pdecay.lab import train_report
-    from pdecay.lab.data import DataError
-    from pdecay.lab.records import RecordError
-    from pdecay.lab.training import RunError, Settings
+    from pdecay.lab.data.sources import DataError
+    from pdecay.lab.train import console as train_report
+    from pdecay.lab.train.records import RecordError
+    from pdecay.lab.train.training import RunError, Settings
 
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads must be at least 1, got {args.threads}")

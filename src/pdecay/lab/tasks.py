@@ -33,10 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from pdecay.lab import cifar10, fashion, shakespeare
-from pdecay.lab.data import DataError, Images
+from pdecay.lab.data import cifar10, fashion, shakespeare
+from pdecay.lab.data.sources import DataError, Images
+from pdecay.lab.data.streams import Batch, ImageStream, Stream, TextStream, derive
 from pdecay.lab.models import CNN, GPT, MLP, ResNet
-from pdecay.lab.streams import Batch, ImageStream, Stream, TextStream, derive
 
 _MODEL, _STEP = 100, 101  # places of randomness beside those of the streams
 
@@ -140,7 +140,7 @@ def task(name: str, scale: str = "cpu", *, device: str = "cpu") -> Task:
 
 def _digits() -> Images:
     try:
-        from pdecay.lab import digits
+        from pdecay.lab.data import digits
     except ImportError as error:
         raise DataError(
             f"the digits come with scikit-learn ({error}): pip install 'pdecay[lab]'"

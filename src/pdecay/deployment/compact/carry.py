@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pdecay.attach import Attachment, attachment_of
-from pdecay.deployment.compact.errors import CompactError
+from pdecay._optim.attachment import Attachment, attachment_of
 from pdecay.deployment.compact.surgery import Kept, cut
+from pdecay.deployment.model.errors import CompactError
 
 
 def check(optimizer: object, model: nn.Module) -> None:

@@ -13,19 +13,25 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from pdecay._core.parameters import owners_of
 from pdecay.deployment.compact import carry
 from pdecay.deployment.compact.analysis import Analysis, analyse
 from pdecay.deployment.compact.attention import with_free_heads
-from pdecay.deployment.compact.errors import CompactError
 from pdecay.deployment.compact.fitting import Fitting
-from pdecay.deployment.compact.inputs import Inputs
 from pdecay.deployment.compact.leftovers import left_units
 from pdecay.deployment.compact.plan import Biases, Plan, plan
 from pdecay.deployment.compact.report import CompactReport, SmallerTensor
 from pdecay.deployment.compact.surgery import Kept, cut, kept_by
 from pdecay.deployment.compact.trace import Trace, record
-from pdecay.deployment.compact.verify import TOLERANCE, agree, agree_in_float64, difference, outputs
-from pdecay.groups import owners_of
+from pdecay.deployment.model.errors import CompactError
+from pdecay.deployment.model.inputs import Inputs
+from pdecay.deployment.model.verification import (
+    TOLERANCE,
+    agree,
+    agree_in_float64,
+    difference,
+    outputs,
+)
 
 _OTHER_INPUTS = 2  # that a smaller model is checked on, beside the example
 

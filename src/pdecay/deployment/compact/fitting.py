@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pdecay.deployment.compact.inputs import Inputs
 from pdecay.deployment.compact.plan import Plan, units_of
 from pdecay.deployment.compact.surgery import Attributes, smaller
 from pdecay.deployment.compact.trace import Call, Trace, record
-from pdecay.deployment.compact.verify import agree, agree_in_float64, parting
+from pdecay.deployment.model.inputs import Inputs
+from pdecay.deployment.model.verification import agree, agree_in_float64, parting
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from pdecay.tables import aligned
+from pdecay._utils.tables import aligned
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from pdecay.deployment.compact.inputs import Inputs
 from pdecay.deployment.compact.units import Places
+from pdecay.deployment.model.inputs import Inputs
 
 
 @dataclass(eq=False)

@@ -9,13 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import TypeGuard
 
 from pdecay.lab.methods.base import Method, Run, adamw, decayed_weights
-from pdecay.lab.methods.decay import (
-    AdamWMethod,
-    ElasticMethod,
-    L1Method,
-    PAdamMethod,
-    TargetMethod,
-)
+from pdecay.lab.methods.decay import AdamWMethod, ElasticMethod, L1Method, PAdamMethod, TargetMethod
 from pdecay.lab.methods.factorized import DWFMethod
 from pdecay.lab.methods.magnitude import GMPMethod, MPMethod
 from pdecay.lab.methods.oto import OTOMethod

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import pdecay
+from pdecay._core.penalty import check_number
 from pdecay.lab.tasks import Task
-from pdecay.penalty import check_number
 
 
 class Run:

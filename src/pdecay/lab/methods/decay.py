@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 import pdecay
 from pdecay import Lp, PAdam, SparsityTarget, prox
+from pdecay._core.penalty import Penalty, check_number
 from pdecay.lab.methods.base import Method, Run, adamw, check_share, decayed_weights
 from pdecay.lab.tasks import Task
-from pdecay.penalty import Penalty, check_number
 
 
 def _padam(model: nn.Module, lr: float, decay: Penalty, l2: float = 0.0) -> PAdam:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 import pdecay
+from pdecay._core.penalty import check_count, check_number
 from pdecay.lab.methods.base import Method, Run
 from pdecay.lab.tasks import Task
-from pdecay.penalty import check_count, check_number
 
 # Products below single precision's epsilon count as zero, as in the method's paper.
 EPSILON = torch.finfo(torch.float32).eps

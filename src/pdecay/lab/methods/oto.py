@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pdecay._core.penalty import check_number
 from pdecay.lab.methods.base import Method, Run, adamw, check_share
 from pdecay.lab.methods.units import Units, find_units, silence_readers
 from pdecay.lab.tasks import Task
-from pdecay.penalty import check_number
 
 _START, _RAMP = 0.1, 0.1  # of the training: the warm-up, and how long units are taken out
 _PERIODS = 10  # in which they are taken out, an equal share in each

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from pdecay.lab import records
 from pdecay.lab.report.study import Study, studies
+from pdecay.lab.train import records
 
 __all__ = ["Study", "load", "write"]
 

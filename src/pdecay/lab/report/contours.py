@@ -20,9 +20,9 @@ from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 from matplotlib.tri import LinearTriInterpolator, Triangulation
 
-from pdecay.lab.records import Record
 from pdecay.lab.report import best
 from pdecay.lab.report.study import Point, Study, canonical, number, text
+from pdecay.lab.train.records import Record
 
 SPARSITIES = (0.01, 0.2, 0.4, 0.8)  # the paper's lines
 _BANDS = 9

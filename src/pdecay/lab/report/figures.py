@@ -18,12 +18,20 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
 
-from pdecay.lab.drawing import BLUE, FONTS, GREY, INK, VERMILION, from_decades, to_decades
-from pdecay.lab.records import Record
+from pdecay.lab.drawing import (
+    BLUE,
+    FONTS,
+    GREY,
+    INK,
+    VERMILION,
+    from_decades,
+    to_decades,
+)
 from pdecay.lab.report import best
 from pdecay.lab.report.contours import SPARSITIES, Polygons, Scale, Surface
 from pdecay.lab.report.study import Point
 from pdecay.lab.report.style import Style, size
+from pdecay.lab.train.records import Record
 
 _Given = ParamSpec("_Given")
 

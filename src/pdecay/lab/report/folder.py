@@ -10,7 +10,14 @@ from pathlib import Path, PurePosixPath
 from matplotlib.figure import Figure
 
 from pdecay.lab import drawing
-from pdecay.lab.report import best, contours, figures, page, payload, tables
+from pdecay.lab.report import (
+    best,
+    contours,
+    figures,
+    page,
+    payload,
+    tables,
+)
 from pdecay.lab.report.study import Study
 from pdecay.lab.report.style import Style
 

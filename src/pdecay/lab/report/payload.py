@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from pdecay.lab.records import Record
 from pdecay.lab.report import best, contours
 from pdecay.lab.report.contours import Surface
 from pdecay.lab.report.study import Point, Study, text
 from pdecay.lab.report.style import Style, marker_path
+from pdecay.lab.train.records import Record
 
 _CURVE = ("step", "accuracy", "loss", "train_loss", "sparsity")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pdecay.lab.records import Record, tradeoff
+from pdecay.lab.train.records import Record, tradeoff
 
 # What names a setting even where it is the same in all runs; other options only where they differ.
 _TELLING = ("p", "lam", "target", "threshold", "depth")

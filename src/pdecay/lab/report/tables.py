@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdecay.lab.records import Record
 from pdecay.lab.report import best
 from pdecay.lab.report.study import Point, Study
 from pdecay.lab.report.style import Norm, Style
+from pdecay.lab.train.records import Record
 
 Rows = Sequence[Sequence[object]]
 

@@ -15,9 +15,16 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from pdecay.lab.sweep.plan import Ask, Axes, Plan, PlanError, axes_of, check_axes
+from pdecay.lab.sweep.plan import (
+    Ask,
+    Axes,
+    Plan,
+    PlanError,
+    axes_of,
+    check_axes,
+)
 from pdecay.lab.sweep.view import label
-from pdecay.lab.training import Settings
+from pdecay.lab.train.training import Settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,6 @@ from typing import Any
 from optuna.exceptions import StorageInternalError
 from rich.console import Console
 
-from pdecay.lab import records
-from pdecay.lab.records import Record
 from pdecay.lab.sweep.locks import is_dead
 from pdecay.lab.sweep.plan import Plan
 from pdecay.lab.sweep.storage import open_storage, reason
@@ -35,7 +33,9 @@ from pdecay.lab.sweep.view import View
 from pdecay.lab.sweep.watch import Watch
 from pdecay.lab.sweep.worker import Job, work
 from pdecay.lab.tasks import task
-from pdecay.lab.training import CHECKPOINT
+from pdecay.lab.train import records
+from pdecay.lab.train.records import Record
+from pdecay.lab.train.training import CHECKPOINT
 
 RECORDS, ERRORS = "records.jsonl", "errors.txt"
 STUDY = "sweep"  # the name in a journal, whatever its folder is called next year
@@ -355,7 +355,7 @@ def _imports(task: str) -> list[str]:
 
     It has no threads when it is forked: it only imports, and never computes.
     """
-    data = ["pdecay.lab.digits"] if task == "digits" else []
+    data = ["pdecay.lab.data.digits"] if task == "digits" else []
     return [work.__module__, "torch._dynamo", *data]  # all optimizers import torch._dynamo
 
 

@@ -13,8 +13,8 @@ from optuna.study import StudyDirection
 from optuna.trial import Trial
 
 from pdecay.lab import methods
-from pdecay.lab.records import Record
-from pdecay.lab.training import Settings
+from pdecay.lab.train.records import Record
+from pdecay.lab.train.training import Settings
 
 # What a study maximises, in the names of a record's results.
 OBJECTIVES = {

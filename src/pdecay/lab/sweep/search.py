@@ -14,9 +14,17 @@ from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESample
 from optuna.trial import Trial
 
 from pdecay.lab import methods
-from pdecay.lab.streams import derive
-from pdecay.lab.sweep.plan import SHARED, Ask, Axes, Plan, PlanError, axes_of, check_axes
-from pdecay.lab.training import Settings
+from pdecay.lab.data.streams import derive
+from pdecay.lab.sweep.plan import (
+    SHARED,
+    Ask,
+    Axes,
+    Plan,
+    PlanError,
+    axes_of,
+    check_axes,
+)
+from pdecay.lab.train.training import Settings
 
 
 @dataclass(frozen=True)

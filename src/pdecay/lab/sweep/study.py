@@ -27,10 +27,10 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from pdecay.lab.records import Record, run_id
 from pdecay.lab.sweep.plan import Plan, difference
 from pdecay.lab.sweep.watch import Watch, worker_of
-from pdecay.lab.training import Settings
+from pdecay.lab.train.records import Record, run_id
+from pdecay.lab.train.training import Settings
 
 ATTEMPTS = 3  # at a cell that raises
 

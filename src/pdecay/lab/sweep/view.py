@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from pdecay.lab.records import Record
+from pdecay.lab.train.records import Record
 
 
 def label(settings: Mapping[str, Any]) -> str:

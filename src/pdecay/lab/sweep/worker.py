@@ -25,7 +25,7 @@ from pdecay.lab.sweep.plan import Plan
 from pdecay.lab.sweep.storage import open_storage
 from pdecay.lab.sweep.study import Claim, LostError, SweepStudy
 from pdecay.lab.sweep.watch import PULSES
-from pdecay.lab.training import Settings, StoppedError, train
+from pdecay.lab.train.training import Settings, StoppedError, train
 
 _IDLE = 0.5  # seconds between two looks for something to do
 _NEWS = 0.2  # seconds between two reports of steps

@@ -1,0 +1,144 @@
+"""A parameter group's decay as plain numbers: how it is written, read, checked and restored.
+
+Hyper-parameters live in ``optimizer.param_groups``, where schedulers, checkpoints and people look
+for them, and as plain numbers, so that ``torch.load(weights_only=True)`` takes them:
+
+    group["decay"]            [[p, lam], ...]; [] is no decay
+    group["decay_scale"]      what every lam is multiplied by (schedules and targets move it); one
+                              number, or a list with one for each parameter
+    group["decay_lr"]         the decay's own learning rate; None follows group["lr"]
+    group["decay_1d"]         whether tensors with fewer than two dimensions decay too. False where
+                              the group was given no decay of its own: a bare list of parameters
+                              holds biases and norms, which must be spared
+    group["decay_auxiliary"]  [n, rate, start]: how s follows the weights; [] is at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from pdecay._core.auxiliary import as_plain
+from pdecay._core.penalty import Penalty, as_penalty, check_number
+
+Group = dict[str, Any]
+KEYS = ("decay", "decay_scale", "decay_lr", "decay_1d", "decay_auxiliary")
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a group is given that says nothing of its own."""
+
+    penalty: Penalty | None
+    auxiliary: list[float] = field(default_factory=list)
+
+
+def write(group: Group, defaults: Defaults) -> None:
+    """Bring a group's settings into their plain form; `defaults` where it has none of its own.
+
+    Raises:
+        TypeError, ValueError: if one of them is no setting; the group is not changed then.
+    """
+    own = "decay" in group
+    penalty = as_penalty(group["decay"]) if own else defaults.penalty
+    scale = group.get("decay_scale", 1.0)
+    lr = group.get("decay_lr")
+    one_d = group.get("decay_1d", own)
+    if not isinstance(one_d, bool):
+        raise TypeError(f"decay_1d must be True or False, got {one_d!r}")
+    plain = {
+        "decay": penalty.pairs() if penalty is not None else [],
+        "decay_scale": _checked_scale(scale, group.get("params", ())),
+        "decay_lr": None if lr is None else check_number("decay_lr", lr),
+        "decay_1d": one_d,
+        "decay_auxiliary": as_plain(group.get("decay_auxiliary", defaults.auxiliary)),
+    }
+    group.update(plain)
+
+
+def with_settings(params: Iterable[Any], defaults: Defaults) -> list[Group]:
+    """Parameters in any form that a torch optimizer takes, as groups with their settings."""
+    if isinstance(params, Tensor):
+        raise TypeError("params must be a list of tensors or of groups, got one tensor")
+    given = list(params)
+    if given and not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = [with_own_settings(group, defaults) for group in given]
+    if not any(group["params"] for group in groups):
+        raise ValueError("there is nothing to optimize: the parameter list is empty")
+    return groups
+
+
+def with_own_settings(group: Group, defaults: Defaults) -> Group:
+    """A group as a user gives it, with its settings; the user's own dict is left alone."""
+    group = {**group, "params": _listed(group["params"])}
+    write(group, defaults)
+    return group
+
+
+def penalty_of(group: Group) -> Penalty | None:
+    """The penalty that a group's plain numbers stand for; None where it decays nothing."""
+    return as_penalty(group["decay"])
+
+
+def scale_of(param: Tensor, index: int, group: Group) -> float:
+    """What lam is multiplied by for the group's parameter at this index; 0 if it does not decay."""
+    if not group["decay"] or not (group["decay_1d"] or is_lazy(param) or param.ndim >= 2):
+        return 0.0
+    scale = group["decay_scale"]
+    return float(scale[index] if isinstance(scale, list) else scale)
+
+
+def scales_of(params: Sequence[Tensor], group: Group) -> list[float]:
+    """`scale_of` of some of the group's parameters, such as those that have a gradient."""
+    if not isinstance(group["decay_scale"], list):  # the index does not matter
+        return [scale_of(param, 0, group) for param in params]
+    places = {param: i for i, param in enumerate(group["params"])}
+    return [scale_of(param, places[param], group) for param in params]
+
+
+def decayed(group: Group) -> list[Tensor]:
+    """The parameters that the group's decay is there for, whatever its scale is now."""
+    unscaled = {**group, "decay_scale": 1.0}
+    return [param for i, param in enumerate(group["params"]) if scale_of(param, i, unscaled)]
+
+
+def completed(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
+    """A checkpoint with the settings that it lacks taken from `groups`, and checked.
+
+    A checkpoint of plain AdamW, or from before ``attach``, knows nothing of a decay. Nothing is
+    changed in place, so that an error leaves both the checkpoint and the optimizer as they were.
+    """
+    if len(state_dict["param_groups"]) != len(groups):
+        return state_dict  # torch has the clear error for this
+    filled = []
+    for index, (saved, current) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
+        merged = {**{key: current[key] for key in KEYS if key in current}, **saved}
+        try:
+            write(merged, Defaults(None))
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"the checkpoint's decay for parameter group {index} does not fit: {error}"
+            ) from None
+        filled.append(merged)
+    return {**state_dict, "param_groups": filled}
+
+
+def _checked_scale(scale: object, params: Sequence[Any]) -> float | list[float]:
+    if not isinstance(scale, list):
+        return check_number("decay_scale", scale)
+    if len(scale) != len(params):
+        raise ValueError(
+            f"decay_scale has {len(scale)} numbers for a group of {len(params)} parameters"
+        )
+    return [check_number("decay_scale", number) for number in scale]
+
+
+def _listed(params: Any) -> list[Any]:
+    if isinstance(params, set):
+        raise TypeError("params must be ordered, as a list is: a checkpoint is loaded by the order")
+    return [params] if isinstance(params, Tensor) else list(params)

@@ -1,0 +1,187 @@
+"""Which parameters decay.
+
+Zero is a fixed point of the decay for p < 2: a tensor that starts at zero would stay there for
+good. Biases and norms are also few and do a job that zero would end. So they are spared, by
+dimension, by the kind of module that owns them, by value and by name.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pdecay._core import group_settings as settings
+from pdecay._core.penalty import Penalty, as_penalty
+
+_NORMS = (
+    nn.modules.batchnorm._NormBase,  # batch and instance norms, lazy and synchronised ones too
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+# Norms of other packages (LlamaRMSNorm, FrozenBatchNorm2d, LayerNorm2d, ...) share no base class;
+# one that also multiplies by a matrix (LayerNormLinear) is more than a norm.
+_NORM_NAMES = re.compile(
+    r"(Batch|Layer|Group|Instance|RMS|Rms)Norm(?!.*(Linear|MLP|Conv|Attention))"
+)
+
+# By identity: a WeakSet compares tensors with ==, which is elementwise.
+_warned_of = WeakIdKeyDictionary()
+
+
+def param_groups(
+    model: nn.Module,
+    decay: Penalty | None = None,
+    exclude: Iterable[str] | str = (),
+    include: Iterable[str] | str = (),
+) -> list[dict[str, Any]]:
+    """Split a model's parameters into two groups for an optimizer: decayed, and not.
+
+    Not decayed are tensors with fewer than two dimensions, those of normalisation layers, those
+    that are all zero, and those of which a name matches an `exclude` pattern. A match of
+    `include` decays a parameter whatever else holds. Parameters that need no gradient are left
+    out; a tied weight is taken once, and every name that it has is looked at.
+
+    Args:
+        model: the model.
+        decay: the penalty of the decayed group; None leaves it to the optimizer.
+        exclude, include: patterns as of ``fnmatch``, e.g. ``"*.embedding.*"``.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+        >>> decayed, spared = param_groups(model)
+        >>> [len(decayed["params"]), len(spared["params"])]
+        [2, 4]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"param_groups needs a torch.nn.Module, got {type(model).__name__}")
+    penalty = as_penalty(decay)
+    excluded, included = _patterns("exclude", exclude), _patterns("include", include)
+    decayed: list[Tensor] = []
+    spared: list[Tensor] = []
+    frozen: list[tuple[str, Tensor]] = []
+    for param, owners in owners_of(model):
+        if not param.requires_grad:
+            continue
+        names = [name for name, _ in owners]
+        if _matches(names, included):
+            if is_zero(param) and (penalty is None or penalty.absorbs):
+                frozen.append((names[0], param))
+            decayed.append(param)
+        elif decays_by_default(param, owners) and not (_matches(names, excluded) or is_zero(param)):
+            decayed.append(param)
+        else:
+            spared.append(param)
+    if not decayed and not spared:
+        raise ValueError(
+            f"there is nothing to optimize: {type(model).__name__} has no parameter that "
+            "requires a gradient"
+        )
+    _warn(frozen)
+    # A 1-d tensor is in the first group only if `include` asked for it.
+    first: dict[str, Any] = {"params": decayed, "decay_1d": True}
+    if penalty is not None:
+        first["decay"] = penalty
+    return [first, {"params": spared, "decay": None}]
+
+
+def owners_of(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[str, nn.Module]]]]:
+    """Each parameter once, with every full name that it has and the module that holds it there."""
+    owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(param, []).append((f"{prefix}.{name}" if prefix else name, module))
+    yield from owners.items()
+
+
+def decays_by_default(param: Tensor, owners: list[tuple[str, nn.Module]]) -> bool:
+    """Whether a parameter is a weight by its dimensions and by the modules that hold it."""
+    if any(is_norm(module) for _, module in owners):
+        return False
+    if is_lazy(param):
+        return not owners[0][0].endswith("bias")
+    return param.ndim >= 2
+
+
+def is_norm(module: nn.Module) -> bool:
+    return isinstance(module, _NORMS) or bool(_NORM_NAMES.search(type(module).__name__))
+
+
+@torch.no_grad()
+def is_zero(param: Tensor) -> bool:
+    """Whether a tensor has elements and all of them are zero."""
+    if is_lazy(param) or param.is_meta or param.numel() == 0:
+        return False
+    some = param.any()
+    if hasattr(some, "full_tensor"):  # a DTensor: ask all ranks, not the local part
+        some = some.full_tensor()
+    return not some.item()
+
+
+def frozen_in(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """The parameters that decay, are all zero, and so would never move; with their names."""
+    frozen = []
+    for g, group in enumerate(optimizer.param_groups):
+        penalty = settings.penalty_of(group)
+        if penalty is None or not penalty.absorbs or group["decay_auxiliary"]:
+            continue  # with an anchor of its own, a weight can leave zero
+        names = group.get("param_names")
+        for i, param in enumerate(group["params"]):
+            if settings.scale_of(param, i, group) and param.requires_grad and is_zero(param):
+                shape = "x".join(map(str, param.shape))
+                name = names[i] if names else f"parameter {i} of group {g} ({shape})"
+                frozen.append((name, param))
+    return frozen
+
+
+def warn_of_frozen(optimizer: Optimizer) -> None:
+    """Warn, once for each tensor, of zero-initialised tensors that the decay would freeze."""
+    _warn(frozen_in(optimizer))
+
+
+def _warn(frozen: list[tuple[str, Tensor]]) -> None:
+    news = [(name, param) for name, param in frozen if param not in _warned_of]
+    if not news:
+        return
+    for _, param in news:
+        _warned_of[param] = True
+    names = ", ".join(name for name, _ in news)
+    warnings.warn(
+        f"these tensors are all zero and would stay so, since zero is a fixed point of the decay "
+        f"for p < 2: {names}. Spare them (pdecay.param_groups does), or initialise them otherwise.",
+        stacklevel=_stack_level(),
+    )
+
+
+def _stack_level() -> int:
+    """How far above `_warn`'s warnings.warn the first frame outside this package is."""
+    level = 1
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("pdecay"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _patterns(name: str, patterns: Iterable[str] | str) -> list[str]:
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"{name} must hold name patterns (strings), got {patterns!r}")
+    listed = [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in listed:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{name} must hold name patterns (strings), got {pattern!r}")
+    return listed
+
+
+def _matches(names: list[str], patterns: list[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)

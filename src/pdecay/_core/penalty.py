@@ -1,0 +1,237 @@
+"""The one equation: the p-norm penalty, its auxiliary variable and the factor of its decay step.
+
+The penalty of a weight vector w is a sum of powers of norms,
+
+    R(w) = sum_k (lam_k / p_k) * sum_i |w_i|^p_k .
+
+With the auxiliary variable ``s = |w|^(p-2)`` it is a weighted square, ``(lam/2) * s * w^2`` up to a
+function of s alone, and its proximal step at fixed s is a division that can neither overshoot nor
+flip a sign:
+
+    w  <-  w_tilde / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2))
+
+``w_old`` is the weight before and ``w_tilde`` the weight after the optimizer's own update. Every
+path of this package, on every framework, either calls :meth:`Penalty.factor` or is tested against
+it. Only operators that arrays of all frameworks share are used, in place where they can be.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pdecay._core.arrays import namespace
+
+Array = Any  # a numpy array, a torch tensor, or anything else that follows the array API
+
+
+class Penalty:
+    """A sum of :class:`Lp` terms. Built by adding them: ``Lp(0.8, 1e-3) + Lp(2, 2e-3)``."""
+
+    terms: tuple[Lp, ...]
+
+    def value(self, w: Array) -> Array:
+        """``R(w) = sum_k (lam_k / p_k) * sum_i |w_i|^p_k``, a scalar of w's framework.
+
+        At p = 0, where lam/p has no limit, it is the count ``lam * #{w != 0}``.
+        """
+        x = magnitude(w)
+        with np.errstate(over="ignore"):
+            return sum((term._value(x) for term in self.terms[1:]), self.terms[0]._value(x))
+
+    def s(self, w: Array) -> Array:
+        """The auxiliary variable at its optimum, ``|w|^(p-2)``; infinite at w = 0 for p < 2.
+
+        For a sum it is the mean of the terms' own, weighted by lam, so that the decay step is
+        ``1 / (1 + lr * lam * s)`` with lam the sum of all lam.
+        """
+        with np.errstate(divide="ignore", over="ignore"):
+            x = magnitude(w)
+            low, _ = _normal_range(x)
+            most = max(term.lam for term in self.terms)
+            if len(self.terms) == 1 or not most:
+                shares = [(term.p, 1 / len(self.terms)) for term in self.terms]
+            else:  # no share may underflow to 0, which times an infinite s is not a number
+                total = sum(term.lam / most for term in self.terms)
+                shares = [(t.p, max(t.lam / most / total, low)) for t in self.terms if t.lam]
+            return _weighted_powers(x, shares)
+
+    def factor(self, w_old: Array, lr: float | Array) -> Array:
+        """What the weights are multiplied by after the optimizer's own update, between 0 and 1.
+
+        ``1 / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2))``, elementwise, in single precision for
+        half-precision weights (a factor near 1 would round to 1), by magnitude for complex ones.
+
+        Guarded points: where ``lr * lam`` is 0 the factor is 1 everywhere, also at w_old = 0.
+        Where it is not, the power is infinite at w_old = 0 for p < 2, and the factor exactly 0.
+        """
+        # An lr that lies on a device stays there: asking for its value would mean to wait for it.
+        is_array = hasattr(lr, "dtype") and not isinstance(lr, numbers.Real)
+        rate = None if is_array else check_number("lr", lr)
+        x = magnitude(w_old)
+        xp = namespace(x)
+        low, high = _normal_range(x)
+        # 0 * inf is not a number: a term of weight 0 is left out, and one whose weight would
+        # underflow to 0 (or overflow) in the weights' precision is kept representable.
+        shares = [(p, lam if rate is None else rate * lam) for p, lam in self.pairs()]
+        weights = [(p, min(max(share, low), high)) for p, share in shares if share]
+        if not weights:
+            return xp.ones_like(x)
+        with np.errstate(divide="ignore", over="ignore"):
+            factor = _weighted_powers(x, weights)
+            if rate is None:
+                rates = namespace(lr)
+                factor *= rates.clip(rates.astype(lr, factor.dtype), low, high)
+            factor += 1
+            factor **= -1
+        return factor if rate is not None else xp.where(lr > 0, factor, 1.0)
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether zero is a fixed point of the step: it is for p < 2."""
+        return any(term.p < 2 and term.lam > 0 for term in self.terms)
+
+    def pairs(self) -> list[list[float]]:
+        """``[[p, lam], ...]``: plain numbers, as they stand in an optimizer's ``param_groups``."""
+        return [[term.p, term.lam] for term in self.terms]
+
+    def __add__(self, other: object) -> Penalty:
+        if not isinstance(other, Penalty):
+            return NotImplemented
+        return Sum(self.terms + other.terms)
+
+    def __radd__(self, other: object) -> Penalty:  # so that sum([...]) works: it starts at 0
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
+
+@dataclass(frozen=True)
+class Lp(Penalty):
+    """The penalty ``(lam / p) * sum |w|^p`` for any p >= 0.
+
+    Args:
+        p: the norm. Below 1 zero attracts weights however hard the gradient pulls; at 1 it holds
+            those whose gradient is below lam; above 1 weights get tiny but not exactly 0; 2 is
+            ordinary weight decay.
+        lam: its strength. The step is decoupled and multiplied by the learning rate, as AdamW's.
+
+    Example:
+        >>> Lp(1, 0.1).factor(np.array([0.0, 0.1, 1.0]), lr=1.0)
+        array([0.        , 0.5       , 0.90909091])
+    """
+
+    p: float
+    lam: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "p", check_number("p", self.p))
+        object.__setattr__(self, "lam", check_number("lam", self.lam))
+
+    @property
+    def terms(self) -> tuple[Lp, ...]:  # type: ignore[override]
+        return (self,)
+
+    def _value(self, x: Array) -> Array:
+        if not self.lam:  # 0 times a power that overflows would not be a number
+            return (x * 0.0).sum()
+        powers = x**self.p if self.p else namespace(x).ones_like(x) * (x != 0)
+        low, high = _normal_range(x)  # nor would inf, lam over a tiny p, times a sum of 0
+        return min(max(self.lam / (self.p or 1), low), high) * powers.sum()
+
+
+@dataclass(frozen=True)
+class Sum(Penalty):
+    """Several :class:`Lp` terms at once (elastic weight decay)."""
+
+    terms: tuple[Lp, ...]
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise ValueError("a sum of penalties needs at least one Lp term, got none")
+
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self.terms))
+
+
+def as_penalty(decay: object) -> Penalty | None:
+    """A decay as users write it, or as a checkpoint holds it, turned into a penalty or None.
+
+    Raises:
+        TypeError: if it is neither an Lp, a sum of them, None, nor a list of [p, lam] pairs.
+        ValueError: if a p or lam in it is negative or not finite.
+    """
+    if decay is None or isinstance(decay, Penalty):
+        return decay
+    if isinstance(decay, Sequence) and not isinstance(decay, str):
+        pairs = list(decay)
+        if all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+            terms = tuple(Lp(p, lam) for p, lam in pairs)
+            return (Sum(terms) if len(terms) > 1 else terms[0]) if terms else None
+    raise TypeError(
+        f"a decay must be an Lp, a sum of Lp, None or a list of [p, lam] pairs, got {decay!r}"
+    )
+
+
+def check_number(name: str, value: object) -> float:
+    """The value as a float, if it is a finite number >= 0; else an error that names it."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:  # an int or a fraction beyond any float
+        number = math.inf
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+    return number
+
+
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """The value, if it is a whole number of at least `least`; else an error that names it."""
+    rule = f"{name} must be a whole number >= {least}, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(rule)
+    if value < least:
+        raise ValueError(rule)
+    return value
+
+
+def magnitude(w: Array) -> Array:
+    """``|w|`` in fresh memory and at least single precision, subnormal numbers as 0.
+
+    Subnormal weights are on their way to 0, and arithmetic on them is many times slower.
+    """
+    if not hasattr(w, "dtype"):
+        w = np.asarray(w)
+    xp = namespace(w)
+    x = xp.abs(w)
+    if not xp.isdtype(x.dtype, "real floating"):
+        x = xp.astype(x, xp.float64)
+    elif xp.finfo(x.dtype).bits < 32:
+        x = xp.astype(x, xp.float32)
+    x *= x >= _normal_range(x)[0]
+    return x
+
+
+def _weighted_powers(x: Array, weights: Sequence[tuple[float, float]]) -> Array:
+    """``sum_k weight_k * x^(p_k - 2)`` for pairs (p_k, weight_k), in x's memory.
+
+    0 to a negative power is inf and 0 to the power of 0 is 1: the limits that the step needs.
+    """
+    (p, weight), *others = weights
+    rest = [(x ** (p_k - 2), weight_k) for p_k, weight_k in others]
+    x **= p - 2
+    x *= weight
+    for term, weight_k in rest:
+        term *= weight_k
+        x += term
+    return x
+
+
+def _normal_range(x: Array) -> tuple[float, float]:
+    """The smallest and the largest normal number of x's precision."""
+    info = namespace(x).finfo(x.dtype)
+    return float(info.smallest_normal), float(info.max)

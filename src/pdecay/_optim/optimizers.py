@@ -1,0 +1,380 @@
+"""PAdam and PSGD: Adam and SGD with the decay step inside the update, no copy of the weights.
+
+By default, on the CPU, the update and the decay are one pass over memory in C. With an explicit
+``foreach`` or ``fused=False`` each is torch's own function, with three lines around it: the factor
+from the old weights, the update, the multiplication; the results are then those of
+:func:`pdecay.attach` to the last bit. State and its layout are torch's in every case, so that a
+checkpoint of ``torch.optim.AdamW`` loads into :class:`PAdam`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.adam import adam
+from torch.optim.optimizer import ParamsT, _default_to_fused_or_foreach
+from torch.optim.sgd import sgd
+
+from pdecay._core import group_settings as settings
+from pdecay._core.auxiliary import Auxiliary, as_plain, decay_at_anchor_
+from pdecay._core.group_settings import Defaults, Group
+from pdecay._core.parameters import warn_of_frozen
+from pdecay._core.penalty import Lp, Penalty, as_penalty, check_number
+from pdecay._optim.kernels.dispatch import paths_for
+from pdecay._optim.step import check_rate, decay_rate, factors, multiply_
+
+T = TypeVar("T")
+
+# torch's own updates, whose signatures are too much for a type checker to see through a star
+torch_adam: Callable[..., None] = adam
+torch_sgd: Callable[..., None] = sgd
+_DEFAULT_DECAY = Lp(1, 1e-2)
+
+
+class _Decaying(Optimizer):
+    """What PAdam and PSGD share: the settings in their groups, and the loop over the groups."""
+
+    _decays = True
+
+    def add_param_group(self, param_group: Group) -> None:
+        if isinstance(param_group, dict):  # else torch has the clear error
+            param_group = settings.with_own_settings(param_group, self._defaults())
+        super().add_param_group(param_group)
+        if "decay" in self.defaults:  # else __init__ is not done, and warns at its end
+            warn_of_frozen(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(settings.completed(state_dict, self.param_groups))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimization step: the optimizer's own update, then the decay.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+        """
+        self._accelerator_graph_capture_health_check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Every rate is asked for first: a bad one is an error before any weight moves.
+        rates = [decay_rate(group, self) for group in self.param_groups]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            self._update(group, rate)
+        return loss
+
+    def _update(self, group: Group, rate: float | Tensor) -> None:
+        raise NotImplementedError
+
+    def _defaults(self) -> Defaults:
+        """From ``self.defaults``, since those are what deepcopy and pickle keep."""
+        penalty = as_penalty(self.defaults.get("decay"))
+        return Defaults(penalty, self.defaults.get("decay_auxiliary", []))
+
+    def _finish_init(self, defaults: Defaults, fused: bool | None, foreach: bool | None) -> None:
+        if fused and foreach:
+            raise ValueError("fused and foreach are two ways to take the step: ask for one of them")
+        # torch must not see it: it would refuse what its own fused kernels cannot take, and tell
+        # gradient scalers to leave the unscaling to us
+        self.defaults["fused"] = fused
+        for group in self.param_groups:
+            group["fused"] = fused if group.get("fused") is None else group["fused"]
+        self.defaults["decay"] = defaults.penalty.pairs() if defaults.penalty else []
+        self.defaults["decay_auxiliary"] = defaults.auxiliary
+        warn_of_frozen(self)
+
+
+class PAdam(_Decaying, AdamW):
+    """Adam with decoupled p-norm weight decay.
+
+    The update is that of ``torch.optim.AdamW``, after which::
+
+        w <- w_tilde / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2)) .
+
+    Args:
+        params: parameters, named parameters, or groups. A group's own ``"decay"`` (an
+            :class:`Lp`, a sum of them, or None) overrides the default; in a group without one,
+            tensors with fewer than two dimensions are spared. See :func:`pdecay.param_groups`.
+        lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable: as in
+            ``torch.optim.AdamW``; `weight_decay` is its L2 decay and off by default.
+        fused: True for one pass over memory: in C on the CPU, by ``torch.compile`` elsewhere; its
+            power is off by less than 1e-5. None takes the C kernel where it works and `foreach`
+            is not given. False for torch's own operations.
+        decay: the penalty, :class:`Lp` or a sum of them; None for plain AdamW.
+        auxiliary: how s follows the weights: ``Instant()``, ``Every(n)`` or ``Slow(rate)``.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 4)
+        >>> optimizer = PAdam(model.parameters(), lr=1e-2, decay=Lp(0.8, 1e-2))
+        >>> optimizer.param_groups[0]["decay"]
+        [[0.8, 0.01]]
+
+    References:
+        Outmezguine and Levi, Decoupled Weight Decay for Any p Norm, 2024.
+        Kingma and Ba, Adam: A Method for Stochastic Optimization, 2014.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        decay: Penalty | None = _DEFAULT_DECAY,
+        *,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        auxiliary: Auxiliary | None = None,
+    ) -> None:
+        defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
+        super().__init__(
+            settings.with_settings(params, defaults),
+            check_rate(lr),
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+        )
+        self._finish_init(defaults, fused, foreach)
+
+    def _update(self, group: Group, rate: float | Tensor) -> None:
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        exp_avgs: list[Tensor] = []
+        exp_avg_sqs: list[Tensor] = []
+        max_exp_avg_sqs: list[Tensor] = []
+        state_steps: list[Tensor] = []
+        streams = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
+        has_complex = self._init_group({**group, "fused": False}, *streams)
+        beta1, beta2 = group["betas"]
+        settings_of_adam: dict[str, Any] = {
+            "lr": group["lr"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "amsgrad": group["amsgrad"],
+            "maximize": group["maximize"],
+        }
+        for part in _parts(params, group, rate):
+            chosen = [part.of(stream) for stream in streams]
+            part.prepare()
+            if part.path is not None:
+                plain = {**settings_of_adam, "lr": _plain(group["lr"])}
+                decay = {"terms": part.terms, "scales": part.scales, "rate": rate}
+                part.path.adam_(*chosen, **decay, **plain)
+            else:
+                torch_adam(
+                    *chosen,
+                    foreach=part.foreach,
+                    fused=False,
+                    capturable=group["capturable"],
+                    differentiable=False,
+                    has_complex=has_complex,
+                    decoupled_weight_decay=True,
+                    **settings_of_adam,
+                )
+            part.finish(self.state)
+
+
+class PSGD(_Decaying, SGD):
+    """SGD with momentum and decoupled p-norm weight decay.
+
+    The update is that of ``torch.optim.SGD``, after which::
+
+        w <- w_tilde / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2)) .
+
+    Args:
+        params: parameters, named parameters, or groups, as in :class:`PAdam`.
+        lr, momentum, dampening, nesterov, weight_decay, maximize, foreach: as in
+            ``torch.optim.SGD``; `weight_decay` is its L2 term, which is added to the gradient.
+        fused: as in :class:`PAdam`.
+        decay: the penalty, :class:`Lp` or a sum of them; None for plain SGD.
+        auxiliary: how s follows the weights: ``Instant()``, ``Every(n)`` or ``Slow(rate)``.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 4)
+        >>> optimizer = PSGD(model.parameters(), lr=0.1, momentum=0.9, decay=Lp(1, 1e-3))
+        >>> optimizer.param_groups[0]["decay"]
+        [[1.0, 0.001]]
+
+    References:
+        Outmezguine and Levi, Decoupled Weight Decay for Any p Norm, 2024.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        decay: Penalty | None = _DEFAULT_DECAY,
+        *,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        auxiliary: Auxiliary | None = None,
+    ) -> None:
+        defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
+        super().__init__(
+            settings.with_settings(params, defaults),
+            check_rate(lr),
+            check_number("momentum", momentum),
+            dampening,
+            check_number("weight_decay", weight_decay),
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+        )
+        self._finish_init(defaults, fused, foreach)
+
+    def _update(self, group: Group, rate: float | Tensor) -> None:
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        buffers: list[Tensor | None] = []
+        has_sparse_grad = self._init_group({**group, "fused": False}, params, grads, buffers)
+        settings_of_sgd: dict[str, Any] = {
+            "lr": group["lr"],
+            "momentum": group["momentum"],
+            "dampening": group["dampening"],
+            "nesterov": group["nesterov"],
+            "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"],
+        }
+        for part in _parts(params, group, rate, only_dense=not has_sparse_grad):
+            weights, gradients, kept = part.of(params), part.of(grads), part.of(buffers)
+            part.prepare()
+            if part.path is not None:
+                fresh = [not group["momentum"] or buffer is None for buffer in kept or weights]
+                if group["momentum"]:
+                    kept = [
+                        torch.empty_like(weight) if buffer is None else buffer
+                        for weight, buffer in zip(weights, kept, strict=True)
+                    ]
+                part.path.sgd_(
+                    *(weights, gradients, kept),
+                    terms=part.terms,
+                    scales=part.scales,
+                    rate=rate,
+                    first=fresh,
+                    **{**settings_of_sgd, "lr": _plain(group["lr"])},
+                )
+            else:
+                torch_sgd(
+                    *(weights, gradients, kept),
+                    foreach=part.foreach,
+                    fused=False,
+                    has_sparse_grad=has_sparse_grad,
+                    **settings_of_sgd,
+                )
+            if group["momentum"]:
+                for weight, buffer in zip(weights, kept, strict=True):
+                    self.state[weight]["momentum_buffer"] = buffer
+            part.finish(self.state)
+
+
+@dataclass
+class _Part:
+    """Some of a group's parameters that are updated together; without a path, of one scale."""
+
+    params: list[Tensor]
+    indices: list[int]  # among the group's parameters that have a gradient
+    path: ModuleType | None
+    foreach: bool
+    penalty: Penalty | None  # None where nothing decays
+    scales: list[float]
+    anchored: Sequence[float]
+    rate: float | Tensor
+
+    def of(self, stream: list[T]) -> list[T]:
+        """What of a list in the parameters' order belongs to this part (or nothing has it)."""
+        if len(self.indices) == len(stream):
+            return stream
+        return [stream[i] for i in self.indices] if stream else []
+
+    @property
+    def terms(self) -> list[tuple[float, float]]:
+        """The decay for a fused kernel; an anchor's is applied apart."""
+        if self.penalty is None or self.anchored:
+            return []
+        return [(p, lam) for p, lam in self.penalty.pairs()]
+
+    def prepare(self) -> None:
+        """Before the update: the factors, from the weights as they are."""
+        self.factors: list[Tensor] = []
+        if self.penalty is not None and self.path is None and not self.anchored and self.scales[0]:
+            self.factors = factors(
+                self.params, self.penalty, self.rate * self.scales[0], foreach=self.foreach
+            )
+
+    def finish(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        """After the update: the multiplication, where it was not part of it."""
+        if self.factors:
+            multiply_(self.params, self.factors, foreach=self.foreach)
+        if self.penalty is not None and self.anchored:
+            for param, scale in zip(self.params, self.scales, strict=True):
+                if scale:
+                    rate = self.rate * scale
+                    decay_at_anchor_(param, state[param], self.anchored, self.penalty, rate)
+
+
+def _parts(
+    params: list[Tensor], group: Group, rate: float | Tensor, only_dense: bool = True
+) -> Iterator[_Part]:
+    """A group's parameters that have a gradient, as few parts as their paths and scales allow.
+
+    Without foreach each parameter is a part, so that one factor is in memory at a time.
+    """
+    penalty = settings.penalty_of(group)
+    scales = settings.scales_of(params, group)
+    fused = group["fused"]
+    if (fused is None and group["foreach"] is not None) or not only_dense:
+        fused = False
+    paths = paths_for(params, fused)
+    foreach = _use_foreach([p for p, path in zip(params, paths, strict=True) if not path], group)
+    parts: dict[tuple[Any, ...], list[int]] = {}
+    for i, path in enumerate(paths):
+        alone = i if path is None and not foreach else None
+        parts.setdefault((path, scales[i] if path is None else None, alone), []).append(i)
+    for (path, _, _), indices in parts.items():
+        yield _Part(
+            params=[params[i] for i in indices],
+            indices=indices,
+            path=path,
+            foreach=foreach,
+            penalty=penalty,
+            scales=[scales[i] for i in indices],
+            anchored=group["decay_auxiliary"],
+            rate=rate,
+        )
+
+
+def _plain(lr: float | Tensor) -> float | Tensor:
+    """A learning rate that lies on the CPU as a number, which every path takes."""
+    if isinstance(lr, Tensor) and lr.device.type == "cpu" and not is_compiling():
+        return lr.item()
+    return lr
+
+
+def _use_foreach(params: list[Tensor], group: Group) -> bool:
+    """The group's choice; without one, foreach on accelerators, as torch chooses."""
+    if group["foreach"] is not None:
+        return bool(group["foreach"])
+    return bool(params) and bool(_default_to_fused_or_foreach(params, differentiable=False)[1])

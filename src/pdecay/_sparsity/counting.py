@@ -1,0 +1,201 @@
+"""Counting zeros and dead units, and making small weights exactly zero."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pdecay._core import group_settings as settings
+from pdecay._core.parameters import decays_by_default, owners_of
+from pdecay._core.penalty import check_number, magnitude
+from pdecay._utils.tables import aligned
+
+
+@dataclass(frozen=True)
+class LayerSparsity:
+    """The zeros of one parameter.
+
+    A row is a slice along the first dimension, a column one along the second: of a linear or
+    convolutional layer's weight, an output and an input unit. Those that are all zero are dead.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    size: int
+    zeros: int
+    decayed: bool
+    dead_rows: tuple[int, ...] = ()
+    dead_columns: tuple[int, ...] = ()
+
+    @property
+    def sparsity(self) -> float:
+        return self.zeros / self.size if self.size else 0.0
+
+
+@dataclass(frozen=True)
+class SparsityReport:
+    """What :func:`sparsity` found. ``str()`` is a table, :meth:`to_dict` plain data."""
+
+    layers: tuple[LayerSparsity, ...]
+    threshold: float
+
+    @property
+    def total(self) -> float:
+        """The share of zeros among the decayed weights, which is what a target speaks of."""
+        return self._share(self._decayed())
+
+    @property
+    def total_all(self) -> float:
+        """The share of zeros among all parameters, biases and norms too."""
+        return self._share(self.layers)
+
+    @property
+    def dead_units(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """For each parameter that has some, the indices of its rows and columns that are zero."""
+        return {
+            layer.name: {"rows": layer.dead_rows, "columns": layer.dead_columns}
+            for layer in self.layers
+            if layer.dead_rows or layer.dead_columns
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "total": self.total,
+            "total_all": self.total_all,
+            "threshold": self.threshold,
+            "layers": [
+                {
+                    **asdict(layer),
+                    "shape": list(layer.shape),
+                    "dead_rows": list(layer.dead_rows),
+                    "dead_columns": list(layer.dead_columns),
+                    "sparsity": layer.sparsity,
+                }
+                for layer in self.layers
+            ],
+        }
+
+    def __str__(self) -> str:
+        header = ("parameter", "shape", "weights", "zeros", "dead rows", "dead columns")
+        rows: list[tuple[str, ...]] = [header]
+        rows += [
+            (
+                layer.name + ("" if layer.decayed else " *"),
+                "x".join(map(str, layer.shape)),
+                f"{layer.size:,}",
+                f"{layer.sparsity:.2%}",
+                f"{len(layer.dead_rows):,}",
+                f"{len(layer.dead_columns):,}",
+            )
+            for layer in self.layers
+        ]
+        for title, layers in (("decayed", self._decayed()), ("all", self.layers)):
+            size = sum(layer.size for layer in layers)
+            rows.append((title, "", f"{size:,}", f"{self._share(layers):.2%}", "", ""))
+        lines = aligned(rows)
+        rule = "-" * max(map(len, lines))
+        lines = [lines[0], rule, *lines[1:-2], rule, *lines[-2:]]
+        if len(self._decayed()) < len(self.layers):
+            lines.append("* not decayed")
+        return "\n".join(lines)
+
+    def _decayed(self) -> tuple[LayerSparsity, ...]:
+        return tuple(layer for layer in self.layers if layer.decayed)
+
+    @staticmethod
+    def _share(layers: tuple[LayerSparsity, ...]) -> float:
+        size = sum(layer.size for layer in layers)
+        return sum(layer.zeros for layer in layers) / size if size else 0.0
+
+
+@torch.no_grad()
+def sparsity(
+    model: nn.Module, threshold: float = 1e-13, *, optimizer: Optimizer | None = None
+) -> SparsityReport:
+    """Count the weights below a threshold, in all, for each parameter and for each unit.
+
+    Args:
+        model: the model. A tied weight is counted once; one that ``torch.nn.utils.prune`` masks
+            is counted as masked; one that is sharded over ranks is counted whole (a collective
+            operation: call it on every rank).
+        threshold: weights with ``|w| < threshold`` count as zero; the paper's is 1e-13.
+        optimizer: where given, its groups say which parameters are decayed; else those count that
+            :func:`pdecay.param_groups` decays: two dimensions or more, and not of a norm.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> model.weight.data[0] = 0
+        >>> report = sparsity(model)
+        >>> report.total, report.layers[0].dead_rows
+        (0.5, (0,))
+    """
+    _check_model("sparsity", model)
+    threshold = check_number("threshold", threshold)
+    layers = []
+    for param, owners in owners_of(model):
+        decayed = _decayed_by(optimizer, param) if optimizer else decays_by_default(param, owners)
+        layers.append(_count(param, owners, threshold, decayed))
+    if not layers:
+        raise ValueError(f"there is nothing to count: {type(model).__name__} has no parameters")
+    return SparsityReport(tuple(layers), threshold)
+
+
+@torch.no_grad()
+def prune_(model: nn.Module, threshold: float = 1e-13) -> nn.Module:
+    """Set every parameter's elements with ``|w| < threshold`` to exactly 0.0, in place.
+
+    Negative zeros become 0.0 too, whatever the threshold. Returns the model.
+    """
+    _check_model("prune_", model)
+    threshold = check_number("threshold", threshold)
+    for param, _ in owners_of(model):
+        param.masked_fill_((magnitude(param) < threshold) | (param == 0), 0.0)
+    return model
+
+
+def _count(
+    param: Tensor, owners: list[tuple[str, nn.Module]], threshold: float, decayed: bool
+) -> LayerSparsity:
+    name, module = owners[0]
+    values = param.full_tensor() if hasattr(param, "full_tensor") else param
+    mask = getattr(module, name.rsplit(".", 1)[-1].removesuffix("_orig") + "_mask", None)
+    if name.endswith("_orig") and isinstance(mask, Tensor):  # torch.nn.utils.prune
+        values = values * mask
+    # In at least single precision: 1e-13 is 0 in half precision, and nothing is below that.
+    is_zero = magnitude(values) < threshold if threshold else values == 0
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    if is_zero.ndim >= 2 and is_zero.numel():
+        rows = _all_zero(is_zero.flatten(1))
+        columns = _all_zero(is_zero.transpose(0, 1).flatten(1))
+    return LayerSparsity(
+        name=name,
+        shape=tuple(values.shape),
+        size=math.prod(values.shape),
+        zeros=int(is_zero.sum()),
+        decayed=decayed,
+        dead_rows=rows,
+        dead_columns=columns,
+    )
+
+
+def _all_zero(is_zero: Tensor) -> tuple[int, ...]:
+    return tuple(is_zero.all(dim=1).nonzero().flatten().tolist())
+
+
+def _decayed_by(optimizer: Optimizer, param: Tensor) -> bool:
+    return any(
+        "decay" in group and any(param is other for other in settings.decayed(group))
+        for group in optimizer.param_groups
+    )
+
+
+def _check_model(function: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function} needs a torch.nn.Module, got {type(model).__name__}")

@@ -1,0 +1,55 @@
+"""A lam to start from: where weights begin to die."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pdecay._core.parameters import decays_by_default, owners_of
+from pdecay._core.penalty import check_count, check_number
+from pdecay._sparsity.ranking import count_weights, kth_magnitude
+
+
+def find_lam(model: nn.Module, p: float, lr: float, steps: int, share: float = 0.5) -> float:
+    """The lam at which a share of a model's weights would be gone after some steps.
+
+    A weight that no gradient pushes shrinks by ``lr * lam * |w|^(p-1)`` a step, and so reaches
+    zero after ``|w|^(2-p) / ((2-p) * lr * lam)`` steps. Solved for lam, at the magnitude below
+    which `share` of the weights lie, that is::
+
+        lam = |w|^(2-p) / ((2-p) * lr * steps) .
+
+    Gradients hold some weights up, so fewer die in training: take it as the lower end of a scan,
+    or as the scale of one. With a schedule, `lr` is its mean.
+
+    Args:
+        model: its decayed weights, those with two dimensions or more and not of a norm, are
+            looked at as they are now: call it at the start of training.
+        p: the norm, below 2.
+        lr: the learning rate.
+        steps: how many steps the training has.
+        share: of the weights, in (0, 1).
+
+    Example:
+        >>> model = nn.Linear(100, 100)
+        >>> _ = nn.init.constant_(model.weight, 0.1)
+        >>> round(find_lam(model, p=1, lr=1e-3, steps=1000), 6)
+        0.1
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"find_lam needs a torch.nn.Module, got {type(model).__name__}")
+    if check_number("p", p) >= 2:
+        raise ValueError(f"p must be below 2, where weights can reach zero, got {p!r}")
+    if not check_number("lr", lr):
+        raise ValueError("lr must be above 0: at lr = 0 no weight ever dies")
+    check_count("steps", steps)
+    if not 0 < check_number("share", share) < 1:
+        raise ValueError(f"share must be above 0 and below 1, got {share!r}")
+    weights = [
+        param
+        for param, owners in owners_of(model)
+        if decays_by_default(param, owners) and param.numel()
+    ]
+    if not weights:
+        raise ValueError(f"{type(model).__name__} has no weights that decay")
+    magnitude = kth_magnitude(weights, max(1, round(share * count_weights(weights))))
+    return float(magnitude ** (2 - p) / ((2 - p) * lr * steps))

@@ -1,0 +1,176 @@
+"""p and lam as functions of time, with the manners of torch's learning-rate schedulers.
+
+    schedule = pdecay.PSchedule(optimizer, [(0, 2.0), (1000, 0.8)])
+    for batch in batches:
+        ...
+        optimizer.step()
+        schedule.step()
+
+Between two milestones the value moves on a straight line; after the last it stays. What is
+scheduled is written into ``optimizer.param_groups``, so any code that reads those sees it, and
+schedules of different things can be chained.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from pdecay._core import group_settings as settings
+from pdecay._core.penalty import check_count, check_number
+from pdecay._optim.attachment import is_decaying
+
+Milestones = Sequence[tuple[int, float | Sequence[float]]]
+
+
+class _Schedule:
+    """A piecewise linear function of the step, restarted where asked."""
+
+    def __init__(
+        self, optimizer: Optimizer, milestones: Milestones, restart_every: int | None
+    ) -> None:
+        if not isinstance(optimizer, Optimizer) or not is_decaying(optimizer):
+            raise TypeError(
+                f"{type(self).__name__} needs an optimizer that decays (PAdam, PSGD, or one that "
+                f"pdecay.attach was called on), got {type(optimizer).__name__}"
+            )
+        self.optimizer = optimizer
+        if restart_every is not None:
+            check_count("restart_every", restart_every)
+        self.restart_every = restart_every
+        self._times, self._values = _check_milestones(milestones)
+        self.last_step = 0
+
+    def step(self) -> None:
+        """Go one step on; call it after ``optimizer.step()``."""
+        self.last_step += 1
+        self._write()
+
+    def value(self, step: int) -> list[float]:
+        """The scheduled value at a step: one number, or one for each term."""
+        time = step % self.restart_every if self.restart_every else step
+        after = bisect.bisect_right(self._times, time)
+        if after == 0:
+            return self._values[0]
+        if after == len(self._times):
+            return self._values[-1]
+        start, end = self._times[after - 1], self._times[after]
+        share = (time - start) / (end - start)
+        return [
+            (1 - share) * a + share * b
+            for a, b in zip(self._values[after - 1], self._values[after], strict=True)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_step": self.last_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to the step of a checkpoint; the milestones stay those of this schedule."""
+        last_step = check_count("last_step", state_dict["last_step"], 0)
+        self.last_step = last_step
+        self._write()
+
+    def _write(self) -> None:
+        raise NotImplementedError
+
+
+class PSchedule(_Schedule):
+    """p(t), piecewise linear, for every group that decays (section 6 of the paper).
+
+    Starting at p = 2, where zero is no fixed point, and going down lets weights find their size
+    before small ones are drawn to zero; restarts give those another chance.
+
+    Args:
+        optimizer: a PAdam, a PSGD, or any optimizer that ``pdecay.attach`` was called on.
+        milestones: pairs (step, p). A p is a number, for every term of a sum, or a sequence with
+            a number for each term, e.g. ``[(0, (2, 2)), (1000, (0.8, 2))]``.
+        restart_every: after so many steps the schedule begins again.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, milestones: Milestones, restart_every: int | None = None
+    ) -> None:
+        super().__init__(optimizer, milestones, restart_every)
+        for group in self._decaying():
+            self._powers_for(group, self._values[0])
+        self._write()
+
+    def get_last_p(self) -> list[list[float]]:
+        """The p of each term of each group that decays, as they are now."""
+        return [[p for p, _ in group["decay"]] for group in self._decaying()]
+
+    def _write(self) -> None:
+        powers = self.value(self.last_step)
+        for group in self._decaying():
+            group["decay"] = [
+                [p, lam]
+                for p, (_, lam) in zip(self._powers_for(group, powers), group["decay"], strict=True)
+            ]
+
+    def _decaying(self) -> list[settings.Group]:
+        return [group for group in self.optimizer.param_groups if group["decay"]]
+
+    @staticmethod
+    def _powers_for(group: settings.Group, powers: list[float]) -> list[float]:
+        terms = len(group["decay"])
+        if len(powers) == 1:
+            return powers * terms
+        if len(powers) != terms:
+            raise ValueError(
+                f"a milestone has {len(powers)} values of p for a decay of {terms} terms; give "
+                "one number, or one for each term"
+            )
+        return powers
+
+
+class LamSchedule(_Schedule):
+    """A piecewise linear multiplier of every lam, written to ``group["decay_scale"]``.
+
+    Args:
+        optimizer: a PAdam, a PSGD, or any optimizer that ``pdecay.attach`` was called on.
+        milestones: pairs (step, multiplier).
+        restart_every: after so many steps the schedule begins again.
+
+    The decay follows the learning rate and its schedule, as AdamW's does. For one that does not,
+    give the group a ``"decay_lr"`` of its own and schedule the multiplier.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        milestones: Sequence[tuple[int, float]],
+        restart_every: int | None = None,
+    ) -> None:
+        super().__init__(optimizer, milestones, restart_every)
+        if any(len(value) != 1 for value in self._values):
+            raise ValueError("a milestone of LamSchedule is a step and one number")
+        self._write()
+
+    def _write(self) -> None:
+        (scale,) = self.value(self.last_step)
+        for group in self.optimizer.param_groups:
+            if group["decay"]:
+                group["decay_scale"] = scale
+
+
+def _check_milestones(milestones: Milestones) -> tuple[list[int], list[list[float]]]:
+    times: list[int] = []
+    values: list[list[float]] = []
+    for milestone in milestones:
+        if not isinstance(milestone, Sequence) or len(milestone) != 2:
+            raise TypeError(f"a milestone must be a pair (step, value), got {milestone!r}")
+        time, value = milestone
+        check_count("a milestone's step", time, 0)
+        if times and time <= times[-1]:
+            raise ValueError(f"milestones must be in order of time, got {times[-1]} before {time}")
+        listed = list(value) if isinstance(value, Sequence) else [value]
+        times.append(time)
+        values.append([check_number("a milestone's value", number) for number in listed])
+    if not times:
+        raise ValueError("a schedule needs at least one milestone, got none")
+    if len({len(value) for value in values}) > 1:
+        raise ValueError("all milestones must have the same number of values")
+    return times, values

@@ -1,0 +1,128 @@
+"""What deploy measured and chose."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from pdecay._utils.tables import aligned
+
+_MOST_NAMES = 6  # of folded modules that are printed
+
+
+@dataclass(frozen=True)
+class DeployedLayer:
+    """One layer. Times are seconds for all of its calls on the example, None if not measured.
+
+    Args:
+        name: of the layer, as in ``model.named_modules()``.
+        kind: its class.
+        shape: of its weight, after compaction.
+        sparsity: the share of zeros in its weight.
+        choice: what it is in the deployed model.
+        why: what spoke for the choice.
+        dense_bytes, sparse_bytes: what the layer holds, dense and sparse.
+        dense_time, sparse_time: what it takes.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    sparsity: float
+    choice: Literal["dense", "sparse"]
+    why: str
+    dense_bytes: int
+    sparse_bytes: int | None = None
+    dense_time: float | None = None
+    sparse_time: float | None = None
+
+
+@dataclass(frozen=True)
+class DeployReport:
+    """What :func:`deploy` measured and chose. ``str()`` is a table, :meth:`to_dict` plain data.
+
+    Args:
+        layers: the linear and convolutional layers.
+        chosen: which model was the fastest: with "sparse" layers; "smaller", compacted and with
+            batch norms folded, but dense; or "dense", the one that was given.
+        dense_time, deployed_time: seconds of a run on the example, as given and as deployed.
+        dense_bytes, deployed_bytes: parameters and buffers.
+        folded: batch norms, ReLUs and sums that became part of the layer before them.
+        removed: how many units compaction removed.
+        difference: the largest difference of outputs, relative to the largest output.
+        threads: that torch had.
+        notes: whatever else is worth knowing.
+    """
+
+    layers: tuple[DeployedLayer, ...]
+    chosen: Literal["sparse", "smaller", "dense"]
+    dense_time: float
+    deployed_time: float
+    dense_bytes: int
+    deployed_bytes: int
+    folded: tuple[str, ...]
+    removed: int
+    difference: float
+    threads: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster than the model that was given."""
+        return self.dense_time / self.deployed_time
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        layers = [{**asdict(layer), "shape": list(layer.shape)} for layer in self.layers]
+        lists = {"layers": layers, "folded": list(self.folded), "notes": list(self.notes)}
+        return {**asdict(self), **lists, "speedup": self.speedup}
+
+    def __str__(self) -> str:
+        header = ("layer", "weight", "zeros", "kB", "sparse kB", "us", "sparse us", "choice")
+        rows: list[tuple[str, ...]] = [header]
+        rows += [
+            (
+                layer.name or "(the model)",
+                "x".join(map(str, layer.shape)),
+                f"{layer.sparsity:.1%}",
+                _kilobytes(layer.dense_bytes),
+                _kilobytes(layer.sparse_bytes),
+                _microseconds(layer.dense_time),
+                _microseconds(layer.sparse_time),
+                f"{layer.choice}: {layer.why}" if layer.why else layer.choice,
+            )
+            for layer in self.layers
+        ]
+        table = aligned(rows)
+        lines = [table[0], "-" * max(map(len, table)), *table[1:]]
+        lines += [
+            "",
+            f"as given {1e6 * self.dense_time:12,.1f} us {self.dense_bytes / 1e3:12,.1f} kB",
+            f"deployed {1e6 * self.deployed_time:12,.1f} us {self.deployed_bytes / 1e3:12,.1f} kB",
+            f"{self.speedup:.2f} times as fast, on {_plural(self.threads, 'thread')}",
+            f"outputs differ by {self.difference:.1e} of the largest",
+        ]
+        if self.chosen != "sparse":
+            lines.append(
+                "sparse layers did not pay"
+                + (": the model is dense, but smaller" if self.chosen == "smaller" else "")
+            )
+        if self.removed:
+            lines.append(f"{_plural(self.removed, 'dead unit')} removed")
+        if self.folded:
+            more = f", ... ({len(self.folded)} in all)" if len(self.folded) > _MOST_NAMES else ""
+            names = ", ".join(self.folded[:_MOST_NAMES])
+            lines.append(f"folded into the layer before: {names}{more}")
+        return "\n".join([*lines, *self.notes])
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _kilobytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 1e3:,.1f}"
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e6 * seconds:,.1f}"

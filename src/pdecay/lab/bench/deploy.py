@@ -1,0 +1,370 @@
+"""What sparse layers and deployed models cost against dense ones: ratios, taken in turns.
+
+Layers have random zeros. Networks are trained with :class:`pdecay.SparsityTarget` to 90 and 95 %,
+once: their weights are kept. They run deployed, dense in torch, and dense in ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import pdecay
+from pdecay._utils.files import replacing
+from pdecay.deployment.export.onnx import check_installed
+from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer, SparseLinear
+from pdecay.deployment.model.program import quiet
+from pdecay.deployment.runtime.deploying import DeployReport, deploy
+from pdecay.deployment.runtime.timing import interleaved
+from pdecay.lab.models import MLP, ResNet
+from pdecay.lab.tasks import Task, task
+from pdecay.lab.train.schedule import schedule
+from pdecay.lab.train.threads import threads_of
+
+SPARSITIES = (0.9, 0.95)
+_FUNCTIONS = 4  # that are named
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A layer to measure, and how many times faster than dense it shall be for each sparsity."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    input: tuple[int, ...]
+    wanted: dict[float, float]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One measurement of a layer; times in microseconds."""
+
+    name: str
+    batch: int
+    threads: int
+    sparsity: float
+    dense: float
+    sparse: float
+    ratio: float
+    wanted: float
+
+
+def layer_cases() -> list[LayerCase]:
+    """Linear 1024 x 1024; 3x3 and 1x1 convolutions of 64 to 512 channels on 32x32 to 4x4."""
+    cases = []
+    for batch, wanted in ((1, 4.0), (64, 5.0)):
+        cases.append(
+            LayerCase(
+                "Linear 1024x1024",
+                functools.partial(nn.Linear, 1024, 1024),
+                (batch, 1024),
+                {0.95: wanted},
+            )
+        )
+    for kernel, wants in (
+        (3, {1: {0.9: 2.0, 0.95: 4.0, 0.99: 9.0}, 16: {0.9: 2.0, 0.95: 3.5, 0.99: 8.0}}),
+        (1, {1: {0.95: 3.0}, 16: {0.95: 3.0}}),
+    ):
+        for channels, size in ((64, 32), (128, 16), (256, 8), (512, 4)):
+            for batch, each in wants.items():
+                cases.append(
+                    LayerCase(
+                        f"Conv2d {kernel}x{kernel}, {channels} channels, {size}x{size}",
+                        functools.partial(
+                            nn.Conv2d, channels, channels, kernel, padding=kernel // 2
+                        ),
+                        (batch, channels, size, size),
+                        each,
+                    )
+                )
+    return cases
+
+
+def layers(
+    cases: Sequence[LayerCase],
+    threads: Sequence[int],
+    rounds: int,
+    seconds: float,
+    say: Report = lambda _: None,
+) -> Iterator[LayerCost]:
+    """Each case, dense and sparse, for each number of threads."""
+    for count in threads:
+        with threads_of(count), torch.inference_mode():
+            for case in cases:
+                x = torch.randn(case.input)
+                for sparsity, wanted in case.wanted.items():
+                    say(f"{count} threads, {case.name}, batch {len(x)}, {sparsity:.0%}")
+                    dense, sparse = _pair(case.make, sparsity)
+                    taken = interleaved(
+                        [functools.partial(dense, x), functools.partial(sparse, x)],
+                        rounds=rounds,
+                        seconds=seconds,
+                    )
+                    yield LayerCost(
+                        *(case.name, len(x), count, sparsity),
+                        *(1e6 * taken[0], 1e6 * taken[1], taken[0] / taken[1], wanted),
+                    )
+
+
+def _pair(make: Callable[[], nn.Module], sparsity: float) -> tuple[nn.Module, SparseLayer]:
+    """A dense layer with random zeros and the same, sparse."""
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
+        torch.manual_seed(0)
+        dense = make()
+        assert isinstance(dense, nn.Linear | nn.Conv2d)
+        dense.weight.mul_(torch.rand(dense.weight.shape) >= sparsity)
+    if isinstance(dense, nn.Linear):
+        return dense, SparseLinear(dense)
+    return dense, SparseConv2d(dense)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network to train: a task of the lab, and what of it is one input of a batch.
+
+    Args:
+        name: what it is called.
+        job: makes the task.
+        wanted: how many times faster than dense it shall be at 95 %, where anything is asked.
+    """
+
+    name: str
+    job: Callable[[], Task]
+    wanted: float | None
+
+
+def networks(quick: bool) -> list[Network]:
+    """The digits' MLP, a ResNet on CIFAR-10 and the char-GPT; `quick` makes them toys."""
+    mlp = (64, 64) if quick else (2048, 2048)
+    resnet = functools.partial(ResNet, 64, (1, 1, 1))
+    if quick:
+        resnet = functools.partial(ResNet, 8, (1,), stride=2)
+
+    def job(name: str, scale: str, build: Callable[[], nn.Module] | None = None) -> Task:
+        full = task(name, "quick" if quick else scale)
+        short = replace(full, steps=30, warmup=3) if quick else full
+        return replace(short, build=build or full.build)
+
+    digits = functools.partial(job, "digits", "quick", functools.partial(MLP, 64, mlp, 10))
+    cifar10 = functools.partial(job, "cifar10", "quick", resnet)
+    shakespeare = functools.partial(job, "shakespeare", "cpu")
+    return [
+        Network(f"digits MLP, 64-{mlp[0]}-{mlp[1]}-10", digits, 3.0),
+        Network("CIFAR-10 ResNet" + ("" if quick else ", 64-128-256 channels"), cifar10, 3.0),
+        Network("char-GPT" + ("" if quick else ", 4 layers of 128"), shakespeare, None),
+    ]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained network: the model, its zeros and its accuracy in percent."""
+
+    model: nn.Module
+    sparsity: float
+    accuracy: float
+
+
+def trained(
+    network: Network, sparsity: float, folder: Path, say: Report = lambda _: None
+) -> Trained:
+    """Train a network to a sparsity, or take the weights that an earlier call left in `folder`."""
+    job = network.job()
+    model = job.model(0)
+    path = folder / f"{job.name}-{sparsity:g}.pt"
+    if path.exists():
+        kept = torch.load(path, weights_only=True)
+        model.load_state_dict(kept["model"])
+        return Trained(model.eval(), kept["sparsity"], kept["accuracy"])
+    groups = pdecay.param_groups(model)
+    optimizer = pdecay.PAdam(groups, lr=job.lr, decay=pdecay.Lp(0.8, 1.0))
+    target = pdecay.SparsityTarget(optimizer, sparsity, job.steps)
+    rates = schedule(optimizer, job.steps, job.warmup)
+    for step in range(job.steps):
+        job.reseed(0, step)
+        optimizer.zero_grad()
+        loss = job.loss(model, job.batch(0, step))
+        loss.backward()
+        job.clip_(model)
+        optimizer.step()
+        target.step()
+        rates.step()
+        if step % 10 == 0:
+            say(f"training {network.name} to {sparsity:.0%}: step {step} of {job.steps}")
+    found = Trained(
+        pdecay.prune_(model).eval(), pdecay.sparsity(model).total, job.evaluate(model)["accuracy"]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as part:
+        kept = {"model": model.state_dict(), "sparsity": found.sparsity, "accuracy": found.accuracy}
+        torch.save(kept, part)
+    return found
+
+
+@dataclass(frozen=True)
+class NetworkCost:
+    """One measurement of a trained network; times in microseconds.
+
+    Args:
+        name, sparsity, accuracy: what was trained, its zeros and its accuracy in percent.
+        batch, threads: what it ran with.
+        dense, onnx, deployed: times, dense in torch and in ONNX Runtime, and deployed.
+        ratio, onnx_ratio: how many times faster the deployed model is than each.
+        wanted: what the ratio shall be at least, where anything is asked.
+        dense_bytes, deployed_bytes: parameters and buffers.
+        dense_file, file: bytes of the model's file, with all weights and with the non-zeros.
+        chosen: what deploy chose.
+        layers: for each layer its name, what it is, and its time alone.
+        functions: of what is no layer, the functions that take longest, and their times in a run.
+    """
+
+    name: str
+    sparsity: float
+    accuracy: float
+    batch: int
+    threads: int
+    dense: float
+    onnx: float | None
+    deployed: float
+    ratio: float
+    onnx_ratio: float | None
+    wanted: float | None
+    dense_bytes: int
+    deployed_bytes: int
+    dense_file: int
+    file: int
+    chosen: str
+    layers: list[tuple[str, str, float]]
+    functions: list[tuple[str, float]]
+
+
+def network_costs(
+    network: Network,
+    sparsity: float,
+    found: Trained,
+    batches: Sequence[int],
+    threads: Sequence[int],
+    seconds: float,
+    say: Report = lambda _: None,
+) -> Iterator[NetworkCost]:
+    """A trained network in torch, in ONNX Runtime and deployed, on batches of validation data."""
+    inputs, _ = next(iter(network.job().stream.validation()))
+    dense_file, file = (_file_size(found.model, dense) for dense in (True, False))
+    for count in threads:
+        for batch in batches:
+            say(f"{count} threads, {network.name}, {sparsity:.0%} zeros, batch {batch}")
+            x = inputs[:batch].clone()
+            with threads_of(count), torch.inference_mode():
+                deployed = deploy(found.model, x)
+                runs: list[Callable[[], object]] = [
+                    functools.partial(found.model, x),
+                    functools.partial(deployed, x),
+                ]
+                taken = interleaved(runs, rounds=7, seconds=seconds, turn=20e-3)
+                functions = _function_times(deployed, x)
+                # By itself: between the others' turns, its threads would spin on their cores.
+                session = onnx_session(found.model, x, count)
+                if session is not None:
+                    taken += interleaved([session], rounds=7, seconds=seconds / 2, turn=20e-3)
+                    session = None
+            dense, fast, *others = (1e6 * one for one in taken)
+            onnx = others[0] if others else None
+            report = deployed.report
+            assert isinstance(report, DeployReport)
+            yield NetworkCost(
+                name=network.name,
+                sparsity=found.sparsity,
+                accuracy=found.accuracy,
+                batch=batch,
+                threads=count,
+                dense=dense,
+                onnx=onnx,
+                deployed=fast,
+                ratio=dense / fast,
+                onnx_ratio=None if onnx is None else onnx / fast,
+                wanted=network.wanted if sparsity == 0.95 else None,
+                dense_bytes=report.dense_bytes,
+                deployed_bytes=report.deployed_bytes,
+                dense_file=dense_file,
+                file=file,
+                chosen=report.chosen,
+                layers=_times_of(report),
+                functions=functions,
+            )
+
+
+def _file_size(model: nn.Module, dense: bool) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        pdecay.save(model, path, dense=dense)
+        return path.stat().st_size
+
+
+def _times_of(report: DeployReport) -> list[tuple[str, str, float]]:
+    """The layers that were measured, and the microseconds of each as it is deployed."""
+    return [
+        (layer.name, layer.choice, 1e6 * taken)
+        for layer in report.layers
+        if (taken := layer.sparse_time if layer.choice == "sparse" else layer.dense_time)
+    ]
+
+
+class _Clock(TorchFunctionMode):
+    """Takes the time of each function of torch that Python calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: defaultdict[str, float] = defaultdict(float)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        began = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        self.taken[getattr(func, "__name__", "")] += time.perf_counter() - began
+        return result
+
+
+def _function_times(model: nn.Module, x: Tensor) -> list[tuple[str, float]]:
+    """The functions besides linear and convolutional layers that take longest; microseconds."""
+    runs: list[defaultdict[str, float]] = []
+    for _ in range(11):
+        with _Clock() as clock:
+            model(x)
+        runs.append(clock.taken)
+    medians = {name: statistics.median(run[name] for run in runs) for name in runs[-1]}
+    others = [(name, 1e6 * medians[name]) for name in medians if name not in ("linear", "conv2d")]
+    return sorted(others, key=lambda one: one[1], reverse=True)[:_FUNCTIONS]
+
+
+def onnx_session(model: nn.Module, x: Tensor, threads: int) -> Callable[[], object] | None:
+    """A run of the dense model in ONNX Runtime, or None where that is not installed."""
+    try:
+        check_installed()
+    except ModuleNotFoundError:
+        return None
+    import onnxruntime  # type: ignore[import-untyped]
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "model.onnx")
+        with torch.inference_mode(False), torch.no_grad(), quiet():
+            torch.onnx.export(model, (x.clone(),), path, dynamo=True, verbose=False)
+        session = onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
+    feed = {session.get_inputs()[0].name: x.numpy()}
+    (got,) = session.run(None, feed)
+    torch.testing.assert_close(torch.from_numpy(got), model(x), rtol=1e-3, atol=1e-3)
+    return functools.partial(session.run, None, feed)

@@ -1,0 +1,288 @@
+"""What a step costs, against torch's own: ratios, taken interleaved in one run, as medians.
+
+Absolute times on a shared machine say little; so every method steps on the same tensors in turn,
+round after round, and what is reported is its median in units of the median of torch's fused
+optimizer in the same rounds.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import pdecay
+from pdecay import PSGD, Lp, PAdam
+from pdecay._core.penalty import Penalty
+from pdecay._core.reference import Listing1
+from pdecay._optim.kernels import dispatch as paths
+from pdecay.lab.models import GPT, ResNet
+from pdecay.lab.tasks import task
+
+# So small that the weights stay what they are: the cost of a step is measured, not a training run.
+LR, LAM = 1e-6, 1e-3
+ELASTIC = "0.8 + 2"
+NORMS: dict[str, Penalty] = {
+    **{f"{p:g}": Lp(p, LAM) for p in (0, 0.5, 0.8, 1, 1.2, 1.5, 2)},
+    ELASTIC: Lp(0.8, LAM) + Lp(2, LAM),
+}
+ONE_NORM = {"0.8": NORMS["0.8"]}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "nanoGPT": functools.partial(GPT, 65, 256, 6, 6, 384),
+    "ResNet18": ResNet,
+    "GPT-2": functools.partial(GPT, 50257, 1024, 12, 12, 768),
+}
+
+Make = Callable[[list[nn.Parameter], Penalty], Optimizer]
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to take a step; `norms` are those that it is measured with."""
+
+    make: Make
+    norms: Mapping[str, Penalty]
+    path: paths.Path | None = None  # the only one of the fused paths that it may take
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One measurement: a method's step on a model's weights."""
+
+    model: str
+    weights: int
+    method: str
+    norm: str
+    milliseconds: float
+    ratio: float
+    extra_bytes: float
+
+
+def adam_methods() -> dict[str, Method]:
+    """The first is the baseline; its state serves all others."""
+    plain = {"": Lp(1, 0)}
+    return {
+        "AdamW fused": Method(lambda w, _: AdamW(w, LR, fused=True, weight_decay=0), plain),
+        "AdamW foreach": Method(lambda w, _: AdamW(w, LR, foreach=True, weight_decay=0), plain),
+        "AdamW for-loop": Method(lambda w, _: AdamW(w, LR, foreach=False, weight_decay=0), plain),
+        "the paper's listing": Method(_listing, ONE_NORM),
+        "attach to AdamW fused": Method(_attached, ONE_NORM),
+        "PAdam foreach": Method(lambda w, n: PAdam(w, LR, decay=n, foreach=True), ONE_NORM),
+        "PAdam compiled": Method(lambda w, n: PAdam(w, LR, decay=n, fused=True), NORMS, "compiled"),
+        "PAdam fused": Method(lambda w, n: PAdam(w, LR, decay=n, fused=True), NORMS, "native"),
+    }
+
+
+def sgd_methods() -> dict[str, Method]:
+    """The first is the baseline; its state serves all others."""
+
+    def psgd(weights: list[nn.Parameter], norm: Penalty) -> Optimizer:
+        return PSGD(weights, LR, momentum=0.9, decay=norm, fused=True)
+
+    return {
+        "SGD fused": Method(lambda w, _: SGD(w, LR, momentum=0.9, fused=True), {"": Lp(1, 0)}),
+        "PSGD compiled": Method(psgd, NORMS, "compiled"),
+        "PSGD fused": Method(psgd, NORMS, "native"),
+    }
+
+
+def _listing(weights: list[nn.Parameter], norm: Penalty) -> Optimizer:
+    ((p, lam),) = norm.pairs()
+    return Listing1(weights, LR, lambda_p=lam, p_norm=p)
+
+
+def _attached(weights: list[nn.Parameter], norm: Penalty) -> Optimizer:
+    optimizer = AdamW(weights, LR, fused=True, weight_decay=0)
+    pdecay.attach(optimizer, norm)
+    return optimizer
+
+
+def steps(
+    model: str, methods: Mapping[str, Method], rounds: int, say: Report = lambda _: None
+) -> Iterator[Cost]:
+    """The cost of each method and norm on a model's shapes."""
+    with torch.device("meta"):
+        shapes = [tuple(param.shape) for param in MODELS[model]().parameters()]
+    yield from _measure(model, _weights(shapes), methods, rounds, say)
+
+
+def growth(
+    sizes: Sequence[int], rounds: int, say: Report = lambda _: None
+) -> Iterator[tuple[int, Cost]]:
+    """The cost of PAdam fused from small to large, in square matrices of four million weights."""
+    every = adam_methods()
+    methods = {
+        "AdamW fused": every["AdamW fused"],
+        "PAdam fused": Method(every["PAdam fused"].make, ONE_NORM, "native"),
+    }
+    for size in sizes:
+        side = 2048 if size >= 2048**2 else int(size**0.5)
+        weights = _weights([(side, side)] * max(1, round(size / side**2)))
+        for cost in _measure("matrices", weights, methods, rounds, say):
+            yield size, cost
+
+
+def training(iterations: int = 300, say: Report = lambda _: None) -> dict[str, float]:
+    """Wall time of training the char-GPT, in units of AdamW fused, in turns of ten iterations."""
+    job = task("shakespeare", "cpu")
+    # At the task's own rate, without its schedule, logits grow until their softmax is subnormal,
+    # and what is timed is no longer the optimizer.
+    lr = job.lr / 10
+    makers: dict[str, Callable[[nn.Module], Optimizer]] = {
+        "AdamW fused": lambda m: AdamW(m.parameters(), lr, fused=True),
+        "PAdam fused": lambda m: PAdam(m.parameters(), lr, decay=Lp(0.8, 0.02), fused=True),
+        "PAdam fused, 95 % zeros": lambda m: _sparse_padam(m, lr),
+    }
+    runs = {}
+    for name, make in makers.items():
+        model = job.model(0)
+        runs[name] = (model, make(model))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    turn = 10
+    for first in range(0, iterations, turn):
+        say(f"iteration {first} of {iterations}")
+        for name, (model, optimizer) in runs.items():
+            began = time.perf_counter()
+            for step in range(first, first + turn):
+                optimizer.zero_grad()
+                job.loss(model, job.batch(0, step)).backward()
+                job.clip_(model)
+                optimizer.step()
+            times[name].append(time.perf_counter() - began)
+    base = statistics.median(times["AdamW fused"])
+    return {name: statistics.median(taken) / base for name, taken in times.items()}
+
+
+def _sparse_padam(model: nn.Module, lr: float) -> Optimizer:
+    """A model that is 95 % zeros from the start, and stays so."""
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim >= 2:
+                param.mul_(torch.rand_like(param) < 0.05)
+    return PAdam(model.parameters(), lr, decay=Lp(0.8, 1e-3), fused=True)
+
+
+def first_use() -> dict[str, float]:
+    """Seconds that the first step takes in a new process, with an empty cache and with a full one.
+
+    What importing torch and pdecay takes is not in it.
+    """
+    code = (
+        "import time, torch, pdecay\n"
+        "w = torch.nn.Parameter(torch.ones(4, 4)); w.grad = torch.ones(4, 4)\n"
+        "optimizer = pdecay.PAdam([w], fused=True)\n"
+        "began = time.perf_counter(); optimizer.step(); print(time.perf_counter() - began)\n"
+    )
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "PDECAY_CACHE": cache}
+        taken = [
+            float(
+                subprocess.run(
+                    [sys.executable, "-c", code],
+                    env=environment,
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                ).stdout
+            )
+            for _ in range(2)
+        ]
+    return dict(zip(("cold", "from the cache"), taken, strict=True))
+
+
+def machine() -> dict[str, str]:
+    """What the numbers were measured on."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    return {
+        "processor": model,
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "pdecay": pdecay.__version__,
+        "system": platform.platform(),
+    }
+
+
+def _weights(shapes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    weights = []
+    for shape in shapes:
+        weight = nn.Parameter(torch.empty(shape).normal_(std=0.05, generator=generator))
+        weight.grad = torch.empty(shape).normal_(std=1e-3, generator=generator)
+        weights.append(weight)
+    return weights
+
+
+def _measure(
+    model: str,
+    weights: list[nn.Parameter],
+    methods: Mapping[str, Method],
+    rounds: int,
+    say: Report,
+) -> Iterator[Cost]:
+    count = sum(weight.numel() for weight in weights)
+    cells = [(name, norm) for name, method in methods.items() for norm in method.norms]
+    steppers: dict[tuple[str, str], Callable[[], None]] = {}
+    shared = None
+    for name, norm in cells:
+        method = methods[name]
+        optimizer = method.make(weights, method.norms[norm])
+        if shared is None:
+            optimizer.step()
+            shared = optimizer.state
+        optimizer.state = shared  # one set of moments for all: only the step differs
+        steppers[name, norm] = functools.partial(_step, optimizer, method.path)
+    extra = {cell: _extra_memory(step) / count for cell, step in steppers.items()}
+    times: dict[tuple[str, str], list[float]] = {cell: [] for cell in cells}
+    for k in range(rounds):
+        say(f"{model}, {count / 1e6:,.1f} M weights: round {k + 1} of {rounds}")
+        for cell, step in steppers.items():
+            began = time.perf_counter()
+            step()
+            times[cell].append(time.perf_counter() - began)
+    base = statistics.median(times[cells[0]])
+    for name, norm in cells:
+        taken = statistics.median(times[name, norm])
+        yield Cost(model, count, name, norm, 1e3 * taken, taken / base, extra[name, norm])
+
+
+def _step(optimizer: Optimizer, path: paths.Path | None) -> None:
+    with paths.only(path):
+        optimizer.step()
+
+
+def _extra_memory(step: Callable[[], None]) -> float:
+    """The most bytes that a step holds beyond those held before it, by the kernel's own count."""
+    step()  # whatever is made once, at first use
+    gc.collect()
+    peak = Path("/proc/self/clear_refs")
+    if not peak.exists():
+        return float("nan")
+    peak.write_text("5")  # sets the peak to what is held now
+    before = _memory("VmHWM")
+    step()
+    return max(0.0, _memory("VmHWM") - before)
+
+
+def _memory(field: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return 1024 * float(line.split()[1])
+    return float("nan")

@@ -1,0 +1,115 @@
+"""All that decides what a run does, checked when it is put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdecay._core.penalty import check_count, check_number
+from pdecay.lab import methods
+from pdecay.lab.methods import Method
+from pdecay.lab.tasks import task
+from pdecay.lab.train import records
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides what a run does; wrong ones are an error when they are made.
+
+    `options` are the method's own; those that are not given are filled in, so that equal runs
+    have equal settings. :meth:`of` fills in the rest too.
+    """
+
+    task: str
+    scale: str
+    method: str
+    seed: int
+    lr: float
+    steps: int
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        task(self.task, self.scale)
+        check_count("seed", self.seed, least=0)
+        check_count("steps", self.steps)
+        lr = check_number("lr", self.lr)
+        if not lr:
+            raise ValueError(f"lr must be above 0, got {self.lr!r}")
+        object.__setattr__(self, "lr", lr)
+        object.__setattr__(self, "options", _full_options(self.method, self.options))
+
+    @classmethod
+    def of(
+        cls,
+        task_name: str,
+        method: str,
+        *,
+        scale: str = "cpu",
+        seed: int = 0,
+        lr: float | None = None,
+        steps: int | None = None,
+        **options: Any,
+    ) -> Settings:
+        """Settings with the task's own learning rate and steps, and the method's own options.
+
+        Example:
+            >>> settings = Settings.of("digits", "padam", lam=0.02)
+            >>> settings.lr, settings.steps, settings.options
+            (0.003, 3000, {'p': 0.8, 'lam': 0.02})
+        """
+        job = task(task_name, scale)
+        return cls(
+            task_name,
+            scale,
+            method,
+            seed,
+            job.lr if lr is None else lr,
+            job.steps if steps is None else steps,
+            options,
+        )
+
+    @property
+    def id(self) -> str:
+        """The record's id."""
+        return records.run_id(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record's settings."""
+        plain = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return {**plain, "options": dict(self.options)}
+
+    def build(self) -> Method:
+        """The method with its options."""
+        return methods.find(self.method)(**self.options)
+
+
+def _full_options(method_name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The method's options with its own defaults, in the types that it declares."""
+    method = methods.find(method_name)
+    known = methods.options_of(method)
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        has = f"it has {', '.join(known)}" if known else "it has none"
+        raise ValueError(f"{method_name} has no option {unknown[0]!r}; {has}")
+    kinds = typing.get_type_hints(method)
+    typed = {name: _as_declared(name, value, kinds[name]) for name, value in given.items()}
+    try:
+        made = method(**typed)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{method_name}: {error}") from None
+    return {name: getattr(made, name) for name in known}
+
+
+def _as_declared(name: str, value: object, kind: object) -> object:
+    """A number as a float where a float is declared: 1 and 1.0 are the same setting."""
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, str | bool | int | float | None):
+        raise TypeError(f"option {name} must be a number or a string, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"option {name} must be finite, got {value!r}")
+    return value

@@ -1,0 +1,222 @@
+"""``pdecay train``: what it shows, Ctrl-C, one line for every mistake, the documented method."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pdecay import cli
+from pdecay.cli.train import OPTIONS
+from pdecay.lab.methods import METHODS, options_of
+from pdecay.lab.train import console as train_report
+from pdecay.lab.train import records, training
+from pdecay.lab.train.training import Settings
+
+DOCS = Path(__file__).parents[2] / "docs" / "experiments.md"
+QUICK = ("digits", "--scale", "quick", "--steps", "40")
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def run(capsys, *argv, code=0):
+    assert cli.main(["train", *argv]) == code
+    return capsys.readouterr().out
+
+
+def mistake(capsys, *argv):
+    """What a bad command line says, after a check that it is one line and nothing else."""
+    try:
+        code = cli.main(["train", *argv])
+    except SystemExit as exit_:
+        code = exit_.code
+    shown = capsys.readouterr()
+    assert (code, shown.out, shown.err.count("\n")) == (2, "", 1)
+    return shown.err
+
+
+def test_the_options_are_those_of_the_methods():
+    methods = {name: options_of(method) for name, method in METHODS.items()}
+    assert set(OPTIONS) == {option for options in methods.values() for option in options}
+    for option, (_, text) in OPTIONS.items():
+        named = {name for name in METHODS if re.search(rf"\b{name}\b", text.partition("(")[2])}
+        named |= {name for name in METHODS if re.search(rf"\({name}\)", text)}
+        assert named == {name for name, options in methods.items() if option in options}, option
+
+
+def test_what_it_shows_and_leaves(capsys, project):
+    shown = run(capsys, *QUICK, "--lam", "0.3", "--lr", "1e-2", "--seed", "2")
+    settings = Settings.of("digits", "padam", scale="quick", steps=40, lam=0.3, lr=0.01, seed=2)
+    folder = project / "runs" / f"digits-padam-{settings.id}"
+    (record,) = records.read(folder)
+    assert record["settings"] == settings.to_dict()
+    lines = shown.splitlines()
+    assert lines[0] == ("digits (quick) with padam(p=0.8, lam=0.3): lr 0.01, 40 steps, seed 2")
+    assert sum(line.startswith("step ") for line in lines) == 21
+    assert "layers.3.weight" in shown
+    assert "50,200" in shown
+    result = record["result"]
+    assert f"validation accuracy {result['accuracy']:.2f} %" in shown
+    assert f"sparsity) {result['tradeoff']:.2f}" in shown
+    assert f"record     runs/{folder.name}/record.jsonl" in shown
+    assert (folder / "weights.pt").exists()
+    again = run(capsys, *QUICK, "--lam", "0.3", "--lr", "1e-2", "--seed", "2")
+    assert "was done before" in again
+    assert not any(line.startswith("step ") for line in again.splitlines())
+
+
+def test_on_a_terminal_there_is_a_bar(project):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    settings = Settings.of("digits", "gmp", scale="quick", steps=40)
+    assert train_report.run(settings, project / "out", console) == 0
+    shown = out.getvalue()
+    assert "40/40" in shown
+    assert "accuracy" in shown
+    assert "zeros 90.00%" in shown
+    assert "\nstep " not in shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_leaves_a_checkpoint_and_the_same_command_goes_on(
+    capsys, project, monkeypatch, number
+):
+    command = [*QUICK, "--method", "mp", "--out", "out"]
+    whole = run(capsys, *command[:-1], "whole")
+    advance = training.Session.advance
+
+    def interrupted(session):
+        if session.step == 7:
+            os.kill(os.getpid(), number)
+        return advance(session)
+
+    handler = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Session, "advance", interrupted)
+        shown = run(capsys, *command, code=130)
+    assert signal.getsignal(number) is handler
+    assert "stopping after this step" in shown
+    assert "stopped at step 8 of 40; to go on, run the same command again." in shown
+    assert "checkpoint out/checkpoint.pt" in shown
+    shown = run(capsys, *command)
+    assert "going on from step 8" in shown
+    assert "gone on 1 time" in shown
+    one, other = (records.essence(records.read(name)[0]) for name in ("out", "whole"))
+    assert one == other
+    assert whole.count("\n") > 20
+
+
+def test_a_second_ctrl_c_stops_at_once(capsys, monkeypatch):
+    def stuck(session):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(training.Session, "advance", stuck)
+    assert cli.main(["train", *QUICK, "--out", "out"]) == 130
+    assert capsys.readouterr().err == "pdecay train: error: interrupted\n"
+    assert not Path("out/checkpoint.pt").exists()
+
+
+def test_a_run_that_diverges_is_told(capsys):
+    shown = run(capsys, *QUICK, "--method", "adamw", "--lr", "1e30")
+    assert "Diverged: the loss is not finite after" in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["mnist"], "there is no task 'mnist'; there are digits, fashion, cifar10, shakespeare"),
+        (["digits", "--scale", "paper"], "digits has no scale 'paper'; it has quick, cpu"),
+        (["digits", "--method", "sgd"], "there is no method 'sgd'; there are adamw, padam,"),
+        (["digits", "--method", "gmp", "--p", "1"], "gmp has no option 'p'; it has target, weight"),
+        (["digits", "--p", "x"], "argument --p: invalid float value: 'x'"),
+        (["digits", "--p", "-1"], "padam: p must be finite and >= 0, got -1.0"),
+        (["digits", "--lam", "nan"], "option lam must be finite, got nan"),
+        (["digits", "--seed", "-1"], "must be a whole number >= 0, got '-1'"),
+        (["digits", "--steps", "0"], "steps must be a whole number >= 1, got 0"),
+        (["digits", "--lr", "0"], "lr must be above 0, got 0"),
+        (["digits", "--threads", "0"], "--threads must be at least 1, got 0"),
+        (["digits", "--checkpoint-every", "-1"], "--checkpoint-every must be >= 0, got -1.0"),
+        (["digits", "--checkpoint-every", "nan"], "--checkpoint-every must be >= 0, got nan"),
+        (["digits", "--device", "abacus"], "device 'abacus' cannot be used here"),
+        (["digits", "--option", "p"], "--option must be NAME=VALUE, got 'p'"),
+        (["digits", "--option", "q=1"], "padam has no option 'q'; it has p, lam"),
+        (["digits", "--option", "seed=1"], "use --seed 1"),
+        (["digits", "--method", "missing:It"], "cannot import 'missing': ModuleNotFoundError"),
+        (["digits", "--method", "broken:It"], "cannot import 'broken': SyntaxError"),
+        (["digits", "--out", "file"], "cannot write to 'file'"),
+        ([], "the following arguments are required: TASK"),
+    ],
+)
+def test_mistakes(capsys, project, argv, told):
+    (project / "broken.py").write_text("def (")
+    (project / "file").write_text("")
+    assert told in mistake(capsys, *argv)
+    assert not (project / "runs").exists() or not any((project / "runs").rglob("*.*"))
+
+
+def test_a_folder_with_another_run(capsys):
+    run(capsys, *QUICK, "--out", "out")
+    told = mistake(capsys, *QUICK, "--lam", "0.7", "--out", "out")
+    assert "out has a run of other settings (lam is 0.01 there and 0.7 here): choose" in told
+
+
+def test_data_that_are_missing(capsys, project, monkeypatch):
+    from pdecay.lab.data import sources as data
+
+    monkeypatch.setenv("PDECAY_DATA", str(project / "nowhere"))
+    assert "which is not a folder" in mistake(capsys, "shakespeare", "--scale", "quick")
+    monkeypatch.setattr(data, "folders", lambda: [project / "empty"])
+
+    def refuse(remote, folder, *, progress=True):
+        raise data.DataError("no network")
+
+    monkeypatch.setattr(data, "fetch", refuse)
+    monkeypatch.setenv("PDECAY_DATA", str(project))
+    training._job.cache_clear()
+    assert "Put tinyshakespeare.txt" in mistake(capsys, "shakespeare", "--scale", "quick")
+
+
+def test_the_documented_method_trains_sparsifies_and_goes_on(capsys, project):
+    text = DOCS.read_text()
+    (code,) = re.findall(r"```python\n(from dataclasses.*?)```", text, re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 40
+    (project / "taylor.py").write_text(code)
+    (command,) = re.findall(r"^pdecay train (.*taylor.*)$", text, re.MULTILINE)
+    try:
+        shown = run(capsys, *command.split(), "--steps", "150", "--lr", "0.01")
+        (record,) = records.read("runs")
+        assert record["settings"]["options"] == {"target": 0.8}
+        assert record["result"]["accuracy"] > 85
+        assert record["result"]["sparsity"] == pytest.approx(0.8, abs=0.001)
+        assert "with taylor:TaylorPruning(target=0.8)" in shown
+        settings = Settings(**record["settings"])
+        with pytest.raises(training.StoppedError):
+            training.train(settings, Path("again"), stop=lambda: True)
+        again = training.train(settings, Path("again"))
+        assert records.essence(again) == records.essence(record)
+    finally:
+        sys.modules.pop("taylor", None)
+
+
+def test_the_documented_commands_and_methods_are_there():
+    text = DOCS.read_text()
+    for command in re.findall(r"^pdecay (train .*)$", text, re.MULTILINE):
+        cli._parser().parse_args(command.split())
+    rows = dict(
+        re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", text.split("## Methods")[1], re.MULTILINE)
+    )
+    assert {name: re.findall(r"`(\w+)`", options) for name, options in rows.items()} == {
+        name: options_of(method) for name, method in METHODS.items()
+    }

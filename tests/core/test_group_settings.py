@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pdecay import Every, Lp, Slow
+from pdecay._core import group_settings as settings
+from pdecay._core.group_settings import KEYS, Defaults
+from pdecay._core.penalty import Sum
+
+ELASTIC = Lp(0.8, 0.1) + Lp(2, 0.2)
+PLAIN = {
+    "decay": [[0.8, 0.1], [2.0, 0.2]],
+    "decay_scale": 1.0,
+    "decay_lr": None,
+    "decay_1d": False,
+    "decay_auxiliary": [],
+}
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape or (2, 3)))
+
+
+def written(group, penalty=None, auxiliary=()):
+    settings.write(group, Defaults(penalty, list(auxiliary)))
+    return group
+
+
+class TestWrite:
+    def test_gives_the_default_to_a_group_without_its_own(self):
+        assert written({"lr": 0.1}, ELASTIC) == {"lr": 0.1, **PLAIN}
+
+    def test_writes_every_key_there_is(self):
+        assert written({}).keys() == set(KEYS)
+
+    def test_gives_no_decay_where_there_is_no_default(self):
+        assert written({})["decay"] == []
+
+    @pytest.mark.parametrize(
+        ("own", "plain"),
+        [
+            (Lp(1, 1), [[1.0, 1.0]]),
+            (ELASTIC, PLAIN["decay"]),
+            ([[1, 1]], [[1.0, 1.0]]),
+            (((1, 1), (2, 0)), [[1.0, 1.0], [2.0, 0.0]]),
+            ([], []),
+            (None, []),
+        ],
+    )
+    def test_brings_an_own_decay_into_plain_numbers(self, own, plain):
+        group = written({"decay": own}, Lp(3, 3))
+        assert group["decay"] == plain
+        assert all(type(number) is float for pair in group["decay"] for number in pair)
+
+    def test_lets_one_dimension_decay_only_with_an_own_decay(self):
+        assert written({}, ELASTIC)["decay_1d"] is False
+        assert written({"decay": ELASTIC})["decay_1d"] is True
+        assert written({"decay_1d": True}, ELASTIC)["decay_1d"] is True
+        assert written({"decay": ELASTIC, "decay_1d": False})["decay_1d"] is False
+
+    def test_twice_is_once(self):
+        once = written({"lr": 0.1}, ELASTIC)
+        assert written(dict(once), Lp(3, 3), Every(2).plain()) == once
+
+    def test_auxiliary(self):
+        assert written({}, ELASTIC, Every(3).plain())["decay_auxiliary"] == [3, 1.0, 1.0]
+        own = written({"decay_auxiliary": Slow(0.5)}, ELASTIC, Every(3).plain())
+        assert own["decay_auxiliary"] == [1, 0.5, 1.0]
+        assert written({"decay_auxiliary": None}, ELASTIC, [3, 1.0, 1.0])["decay_auxiliary"] == []
+
+    @pytest.mark.parametrize(
+        ("bad", "error", "message"),
+        [
+            ({"decay": "a lot"}, TypeError, "'a lot'"),
+            ({"decay": 0.8}, TypeError, "0.8"),
+            ({"decay": [[1, -1]]}, ValueError, "lam must be finite and >= 0, got -1"),
+            ({"decay": [[float("nan"), 1]]}, ValueError, "p must be finite and >= 0, got nan"),
+            ({"decay_scale": -0.5}, ValueError, "decay_scale must be finite and >= 0, got -0.5"),
+            ({"decay_scale": "1"}, TypeError, "decay_scale must be a number, got '1'"),
+            ({"params": [1], "decay_scale": [1, -1]}, ValueError, "decay_scale has 2 numbers for"),
+            ({"params": [1], "decay_scale": [-1]}, ValueError, "decay_scale must be .* got -1"),
+            ({"decay_lr": -0.5}, ValueError, "decay_lr must be finite and >= 0, got -0.5"),
+            ({"decay_lr": float("nan")}, ValueError, "decay_lr must be finite and >= 0, got nan"),
+            (
+                {"decay_auxiliary": [0, 1.0, 1.0]},
+                ValueError,
+                "n must be a whole number >= 1, got 0",
+            ),
+            ({"decay_auxiliary": "slow"}, TypeError, "auxiliary must be .*'slow'"),
+            ({"decay_1d": "no"}, TypeError, "decay_1d must be True or False, got 'no'"),
+        ],
+        ids=str,
+    )
+    def test_of_a_bad_value_changes_nothing(self, bad, error, message):
+        group = {"decay": ELASTIC, "lr": 0.1, **bad}
+        before = dict(group)
+        with pytest.raises(error, match=message):
+            written(group, ELASTIC)
+        assert group == before
+        assert list(group) == list(before)
+
+
+class TestWithSettings:
+    @pytest.mark.parametrize("given", ["list", "generator", "groups", "one tensor in a group"])
+    def test_takes_parameters_in_any_form(self, given):
+        a, b = weight(), weight(3)
+        forms = {
+            "list": ([a, b], [[a, b]]),
+            "generator": (iter([a, b]), [[a, b]]),
+            "groups": ([{"params": [a]}, {"params": iter([b])}], [[a], [b]]),
+            "one tensor in a group": ([{"params": a}], [[a]]),
+        }
+        params, expected = forms[given]
+        groups = settings.with_settings(params, Defaults(ELASTIC))
+        assert len(groups) == len(expected)
+        for group, members in zip(groups, expected, strict=True):
+            assert all(x is y for x, y in zip(group["params"], members, strict=True))
+            assert {k: v for k, v in group.items() if k != "params"} == PLAIN
+
+    def test_takes_names(self):
+        a = weight()
+        (group,) = settings.with_settings([("a", a)], Defaults(ELASTIC))
+        assert group["params"] == [("a", a)]
+
+    def test_does_not_change_what_it_is_given(self):
+        given = [{"params": [weight()], "decay": ELASTIC, "name": "head"}]
+        before = dict(given[0])
+        (group,) = settings.with_settings(given, Defaults(None))
+        assert given[0] == before
+        assert group["name"] == "head"
+
+    @pytest.mark.parametrize("nothing", [[], iter(()), [{"params": []}], [{"params": ()}] * 2])
+    def test_of_nothing_is_an_error(self, nothing):
+        with pytest.raises(ValueError, match="nothing to optimize: the parameter list is empty"):
+            settings.with_settings(nothing, Defaults(ELASTIC))
+
+    def test_one_empty_group_among_others_is_none(self):
+        groups = [{"params": []}, {"params": [weight()]}]
+        assert len(settings.with_settings(groups, Defaults(ELASTIC))) == 2
+
+
+class TestPenaltyOf:
+    def test_is_what_the_numbers_stand_for(self):
+        penalty = settings.penalty_of(dict(PLAIN))
+        assert isinstance(penalty, Sum)
+        assert penalty.terms == ELASTIC.terms
+
+    def test_is_none_where_nothing_decays(self):
+        assert settings.penalty_of({**PLAIN, "decay": []}) is None
+
+
+class TestScaleOf:
+    @pytest.mark.parametrize(
+        ("shape", "by_default"), [((), 0.0), ((3,), 0.0), ((2, 3), 0.5), ((2, 3, 1, 1), 0.5)]
+    )
+    def test_is_zero_for_what_is_spared(self, shape, by_default):
+        param = nn.Parameter(torch.ones(shape))
+        group = {**PLAIN, "decay_scale": 0.5}
+        assert settings.scale_of(param, 0, group) == by_default
+        assert settings.scale_of(param, 0, {**group, "decay_1d": True}) == 0.5
+        assert settings.scale_of(param, 0, {**group, "decay_1d": True, "decay": []}) == 0.0
+
+    def test_may_differ_from_parameter_to_parameter(self):
+        group = {**PLAIN, "params": [weight(), weight(3)], "decay_scale": [0.25, 0.75]}
+        assert settings.scale_of(group["params"][0], 0, group) == 0.25
+        assert settings.scale_of(group["params"][1], 1, group) == 0.0
+        assert settings.scale_of(group["params"][1], 1, {**group, "decay_1d": True}) == 0.75
+
+    def test_of_lazy_parameters(self):
+        lazy = nn.LazyLinear(3).weight
+        assert settings.scale_of(lazy, 0, PLAIN) == 1.0
+        assert settings.scale_of(lazy, 0, {**PLAIN, "decay": []}) == 0.0
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, [0.0, 0.5, 1.0]])
+def test_decayed_asks_for_the_kind_of_parameter_not_for_the_scale(scale):
+    matrix, bias, kernel = weight(), weight(3), weight(2, 3, 1, 1)
+    group = {**PLAIN, "params": [matrix, bias, kernel], "decay_scale": scale}
+    assert [id(param) for param in settings.decayed(group)] == [id(matrix), id(kernel)]
+    assert len(settings.decayed({**group, "decay_1d": True})) == 3
+    assert settings.decayed({**group, "decay": []}) == []
+
+
+class TestCompleted:
+    def checkpoint(self, *groups):
+        return {"state": {0: {"step": 1}}, "param_groups": [{"params": [0], **g} for g in groups]}
+
+    def test_fills_in_what_is_missing(self):
+        current = {**PLAIN, "decay_scale": 0.5, "lr": 0.1}
+        saved = self.checkpoint({"lr": 0.2, "name": "head"})
+        before = copy.deepcopy(saved)
+        (group,) = settings.completed(saved, [current])["param_groups"]
+        assert group == {"params": [0], **PLAIN, "decay_scale": 0.5, "lr": 0.2, "name": "head"}
+        assert saved == before
+
+    def test_takes_the_checkpoint_s_own_first(self):
+        own = {**PLAIN, "decay": [[1.0, 0.5]], "decay_scale": 0.25, "decay_1d": True}
+        completed = settings.completed(self.checkpoint(own), [dict(PLAIN)])
+        assert completed["param_groups"] == [{"params": [0], **own}]
+
+    def test_keeps_the_rest(self):
+        saved = {**self.checkpoint(PLAIN), "version": 3}
+        completed = settings.completed(saved, [dict(PLAIN)])
+        assert completed["version"] == 3
+        assert completed["state"] is saved["state"]
+
+    def test_names_the_group_that_does_not_fit(self):
+        saved = self.checkpoint(PLAIN, {**PLAIN, "decay": [[-1.0, 0.1]]})
+        before = copy.deepcopy(saved)
+        rule = "p must be finite and >= 0, got -1.0"
+        with pytest.raises(ValueError, match=f"checkpoint's decay for parameter group 1 .*{rule}"):
+            settings.completed(saved, [dict(PLAIN), dict(PLAIN)])
+        assert saved == before
+
+    def test_leaves_another_number_of_groups_to_torch(self):
+        saved = self.checkpoint(PLAIN, PLAIN)
+        assert settings.completed(saved, [dict(PLAIN)]) is saved

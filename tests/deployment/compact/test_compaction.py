@@ -1,0 +1,289 @@
+"""compact's promises around the removal: what it takes, leaves, returns, says and refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pdecay.deployment.compact import CompactError, compact
+from pdecay.deployment.compact.compaction import _Removal
+from pdecay.deployment.model.inputs import Inputs
+
+from .models import build, kill
+
+
+def dead_unit(width: int = 6) -> nn.Sequential:
+    """A network of which unit 1 is not read."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 2))
+    model[2].weight.data[:, 1] = 0
+    return model
+
+
+def test_the_original_stays_as_it_is():
+    model, example = build("resnet18")
+    kill(model, 0)
+    state = copy.deepcopy(model.state_dict())
+    modes = [module.training for module in model.modules()]
+    smaller = compact(model, example)
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert all(not (m._forward_hooks or m._forward_pre_hooks) for m in model.modules())
+    assert smaller is not model
+    mine = {id(param) for param in model.parameters()}
+    assert not any(id(param) in mine for param in smaller.parameters())
+    assert not hasattr(model, "compact_report")
+
+
+def test_modes_flags_and_hooks_are_those_of_the_original():
+    model, example = build("resnet18")
+    model.stages[0].conv2.weight.data[:, 0] = 0
+    model.train()
+    model.stages[0].eval()
+    model.stages[0].conv1.weight.requires_grad_(False)
+    smaller = compact(model, example)
+    assert [m.training for m in smaller.modules()] == [m.training for m in model.modules()]
+    assert len(smaller.stages[0].conv1.weight) == 7
+    for (name, before), after in zip(model.named_parameters(), smaller.parameters(), strict=True):
+        assert before.requires_grad == after.requires_grad, name
+        assert isinstance(after, nn.Parameter)
+    assert all(not (m._forward_hooks or m._forward_pre_hooks) for m in smaller.modules())
+
+
+def test_random_numbers_go_on_as_if_nothing_had_been():
+    model, example = build("resnet18")
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    compact(model, example)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_torchs_own_switches_are_set_back():
+    assert torch.backends.mha.get_fastpath_enabled()
+    with torch.inference_mode():
+        smaller = compact(*build("encoder"))
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert torch.is_grad_enabled()
+    smaller(torch.randn(2, 5, 16)).sum().backward()  # no inference tensors came out
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_number_formats_stay(dtype):
+    model = dead_unit().to(dtype)
+    smaller = compact(model, torch.randn(4, 3, dtype=dtype))
+    assert smaller[0].out_features == 5
+    assert {param.dtype for param in smaller.parameters()} == {dtype}
+
+
+class Counting(nn.Module):
+    """Counts its runs in a buffer of two modules, and keeps what it was given last in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = dead_unit()
+        self.register_buffer("runs", torch.zeros((), dtype=torch.long))
+        self.register_buffer("last", None)
+        self.register_buffer("history", torch.zeros(0))
+        self.body[0].register_buffer("runs", self.runs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        self.last = x
+        self.history = torch.cat([self.history, x.detach().sum().view(1)])
+        return self.body(x)
+
+
+def test_a_model_that_counts_its_runs_is_set_back():
+    model = Counting()
+    smaller = compact(model, torch.randn(4, 3))
+    assert smaller.body[0].out_features == 5
+    for one in (model, smaller):
+        assert one.runs == 0
+        assert one.runs is one.body[0].runs
+        assert one.last is None
+        assert one.history.shape == (0,)
+
+
+def test_a_buffer_of_two_modules_stays_one():
+    model = dead_unit()
+    scale = torch.rand(6)
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", scale)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    model = nn.Sequential(model[0], Scale(), nn.ReLU(), Scale(), model[2])
+    smaller = compact(model, torch.randn(4, 3))
+    assert smaller[1].scale.shape == (5,)
+    assert smaller[3].scale is smaller[1].scale
+
+
+@dataclass
+class Outputs:
+    logits: Tensor
+    nested: dict[str, list[Tensor]]
+    number: int = 3
+
+
+class ManyOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = dead_unit()
+        self.words = nn.Embedding(9, 3)
+
+    def forward(self, x: Tensor, tokens: Tensor, *, scale: float = 1.0) -> Outputs:
+        y = self.body(x * scale + self.words(tokens))
+        return Outputs(y, {"twice": [2 * y, tokens]})
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        (torch.randn(4, 3), torch.tensor([1, 2, 3, 4])),
+        [torch.randn(4, 3), torch.tensor([1, 2, 3, 4])],
+        {"x": torch.randn(4, 3), "tokens": torch.tensor([1, 2, 3, 4]), "scale": 0.5},
+    ],
+    ids=["tuple", "list", "dict"],
+)
+def test_inputs_and_outputs_of_any_form(example):
+    smaller = compact(ManyOutputs(), example)
+    assert smaller.body[0].out_features == 5
+
+
+def test_the_report():
+    model = dead_unit()
+    model.append(nn.LayerNorm(2))
+    model[0].weight.data[3] = 0
+    model[0].bias.data[3] = -1.0
+    model[2].weight.data[0] = 0
+    report = compact(model, torch.randn(4, 3)).compact_report
+    assert report.units == 2
+    assert report.removed == {"it is zero": 1, "nothing reads it": 1}
+    assert report.parameters == (42, 30)
+    assert [(one.name, one.before, one.after) for one in report.tensors] == [
+        ("0.weight", (6, 3), (4, 3)),
+        ("0.bias", (6,), (4,)),
+        ("2.weight", (2, 6), (2, 4)),
+    ]
+    assert [(one.layer, one.units) for one in report.left] == [("2.weight", (0,))]
+    assert str(report) == (
+        "42 parameters -> 30 (28.6% fewer)\n"
+        "removed 2 units: 1 because it is zero, 1 because nothing reads it\n"
+        "\n"
+        "weight    before  after\n"
+        "-----------------------\n"
+        "0.weight  6x3       4x3\n"
+        "2.weight  2x6       2x4\n"
+        "\n"
+        "dead, but left:\n"
+        "  2.weight: 1 unit: 3 (native_layer_norm) mixes all of them"
+    )
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+
+
+def test_numbers_of_units_are_those_of_the_original():
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6), nn.Softmax(-1))
+    model[2].weight.data[:, [0, 1]] = 0  # two units go
+    model[0].weight.data[5] = 0  # a constant: it goes with fold, and stays without
+    report = compact(model, torch.randn(4, 3), fold=False).compact_report
+    assert [(one.layer, one.units) for one in report.left] == [("0.weight", (5,))]
+
+
+def test_the_smaller_model_pickles_copies_and_trains():
+    smaller = compact(dead_unit(), torch.randn(4, 3))
+    again = pickle.loads(pickle.dumps(copy.deepcopy(smaller)))
+    assert again.compact_report == smaller.compact_report
+    again(torch.randn(4, 3)).sum().backward()
+    assert again[0].weight.grad.shape == (5, 3)
+    assert set(smaller.state_dict()) == set(dead_unit().state_dict())
+
+
+def test_twice_is_once():
+    model, example = build("resnet18")
+    kill(model, 1)
+    once = compact(model, example)
+    assert compact(once, example).compact_report.units == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "error", "told"),
+    [
+        ("model", torch.randn(1), TypeError, "needs a torch.nn.Module, got str"),
+        (dead_unit(), "x", TypeError, "must be a tensor, a tuple .* or a dict .* got str"),
+        (dead_unit(), {1: 2}, TypeError, "a keyword that is no string: 1"),
+        (dead_unit(), torch.randn(4, 9), CompactError, "does not run on example_inputs: mat1"),
+        (nn.Identity(), (), CompactError, "does not run on example_inputs"),
+        (dead_unit(), torch.randn(0, 4), ValueError, r"no numbers, got a tensor of shape \(0, 4\)"),
+        (nn.DataParallel(dead_unit()), torch.randn(4, 3), CompactError, "give its .module"),
+        (nn.LazyLinear(3), torch.randn(4, 3), CompactError, "run the model once before"),
+        (nn.Linear(3, 2, device="meta"), torch.randn(4, 3), CompactError, "not here as a whole"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_bad_input_is_an_error_that_says_so(model, example, error, told):
+    with pytest.raises(error, match=told):
+        compact(model, example)
+
+
+def test_a_compiled_model_is_refused():
+    compiled = nn.Identity()
+    compiled._orig_mod = dead_unit()  # as torch.compile wraps it
+    with pytest.raises(CompactError, match="compact it, then compile it"):
+        compact(compiled, torch.randn(4, 3))
+
+
+def test_a_model_that_is_random_in_eval_mode_is_refused():
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.randn(1)
+
+    with pytest.raises(CompactError, match="something else each time"):
+        compact(Noisy(3, 2), torch.randn(4, 3))
+
+
+def test_a_model_that_returns_nothing_is_refused():
+    class Nothing(nn.Linear):
+        def forward(self, x):
+            return None
+
+    with pytest.raises(CompactError, match="returns no tensors"):
+        compact(Nothing(3, 2), torch.randn(4, 3))
+
+
+def test_a_model_that_cannot_be_copied_is_refused():
+    model = dead_unit()
+    model.cache = model(torch.randn(4, 3))  # with its gradient's graph
+    with pytest.raises(CompactError, match="cannot be copied"):
+        compact(model, torch.randn(4, 3))
+
+
+def test_outputs_that_differ_are_refused(monkeypatch):
+    """Whatever went wrong on the way: a model with other outputs never comes out."""
+    analysed = _Removal._analysed
+
+    def spoiled(self, current):
+        found = analysed(self, current)
+        with torch.no_grad():
+            current[2].bias.add_(1e-3)
+        return found
+
+    monkeypatch.setattr(_Removal, "_analysed", spoiled)
+    with pytest.raises(CompactError, match=r"outputs differ by .* more than 1e-05"):
+        compact(dead_unit(), torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("constant", [0.0, 1.0, -3.0])
+def test_an_example_for_its_shape_alone_is_checked_on_other_numbers(constant):
+    other = Inputs.of(torch.full((2, 5), constant)).others(torch.Generator().manual_seed(0))
+    assert other.args[0].std() > 0.5

@@ -1,0 +1,205 @@
+"""Smaller models in files, and the two commands."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import pdecay
+from pdecay import cli
+from pdecay.deployment.compact import CompactError, compact
+from pdecay.deployment.export.programs import save
+from pdecay.deployment.files import load
+from pdecay.deployment.files import save as save_weights
+
+USERS_MODULE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.two(self.one(x).relu())
+
+def build():
+    torch.manual_seed(0)
+    return Model(), torch.randn(1, 3)
+
+def dead():
+    model, example = build()
+    model.two.weight.data[:, :3] = 0
+    return model, example
+
+def small():
+    model, example = build()
+    model.two.weight.data[:, :3] = 1e-9
+    return model, example
+
+def nothing(): pass
+def strings(): return "model", "example"
+def example_is_bad(): return build()[0], "example"
+def example_does_not_fit(): return build()[0], torch.randn(1, 9)
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A directory with a user's module in it, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "users_model.py").write_text(USERS_MODULE)
+    yield tmp_path
+    sys.modules.pop("users_model", None)
+
+
+def run(capsys, *argv, code=0):
+    assert cli.main(list(argv)) == code
+    shown = capsys.readouterr()
+    if code:
+        assert shown.err.count("\n") == 1
+        return shown.err
+    assert shown.err == ""
+    return shown.out
+
+
+def dead_units():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    model[2].weight.data[:, :3] = 0
+    return model, torch.randn(1, 3)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pt2"])
+def test_a_file_gives_the_smaller_model_back(tmp_path, suffix):
+    model, example = dead_units()
+    smaller = compact(model, example)
+    saved = save(smaller, example, tmp_path / f"small{suffix}")
+    if suffix == ".pt":
+        again = torch.load(saved.path, weights_only=False)
+        assert again.compact_report == smaller.compact_report
+    else:
+        again = torch.export.load(saved.path).module()
+    assert sum(p.numel() for p in again.parameters()) == 5 * 4 + 2 * 6
+    many = torch.randn(7, 3)
+    torch.testing.assert_close(again(many), model(many))
+    assert [file.name for file in tmp_path.iterdir()] == [f"small{suffix}"]
+    assert saved.how_to_load in str(saved)
+    assert b"site-packages" not in saved.path.read_bytes()
+
+
+def test_a_model_that_cannot_be_written_leaves_nothing(tmp_path):
+    class Local(nn.Linear):  # which pickle does not find again
+        pass
+
+    with pytest.raises(CompactError, match=r"write a .pt2 instead"):
+        save(Local(3, 2), torch.randn(1, 3), tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"must end with .pt2 or .pt, got"):
+        save(Local(3, 2), torch.randn(1, 3), tmp_path / "model.bin")
+    with pytest.raises(FileNotFoundError):
+        save(Local(3, 2), torch.randn(1, 3), tmp_path / "nowhere" / "model.pt2")
+    assert not list(tmp_path.iterdir())
+    save(Local(3, 2), torch.randn(1, 3), tmp_path / "model.pt2")
+
+
+def test_compact_says_what_goes(capsys, project):
+    shown = run(capsys, "compact", "users_model:dead")
+    assert shown.startswith("50 parameters -> 32 (36.0% fewer)\nremoved 3 units")
+    assert "one.weight  8x3       5x3" in shown
+    assert [file.name for file in project.iterdir() if file.is_file()] == ["users_model.py"]
+
+
+def test_compact_writes(capsys, project):
+    shown = run(capsys, "compact", "users_model:dead", "--out", "small.pt2")
+    assert "written: small.pt2" in shown
+    assert torch.export.load("small.pt2").module()(torch.randn(4, 3)).shape == (4, 2)
+
+
+def test_only_exact_zeros_count_unless_pruned(capsys, project):
+    shown = run(capsys, "compact", "users_model:small")
+    assert "removed 0 units" in shown
+    assert "only exact zeros count (--prune T makes them)" in shown
+    shown = run(capsys, "compact", "users_model:small", "--prune", "1e-6")
+    assert "removed 3 units" in shown
+
+
+@pytest.mark.parametrize("kind", ["torch", "sparse", "dense"])
+def test_weights_from_a_file(capsys, project, kind):
+    import users_model
+
+    model, _ = users_model.dead()
+    if kind == "torch":
+        torch.save(model.state_dict(), "weights.pt")
+    else:
+        save_weights(model, "weights.pt", dense=kind == "dense")
+    shown = run(capsys, "compact", "users_model:build", "--weights", "weights.pt")
+    assert "removed 3 units" in shown
+
+
+def test_export_writes_all_three(capsys, project):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    import users_model
+
+    shown = run(
+        capsys, "export", "users_model:dead", "--onnx", "m.onnx", "--sparse", "sparse.safetensors",
+        "--dense", "dense.safetensors",
+    )  # fmt: skip
+    assert "compacted: 50 parameters -> 32\nm.onnx: " in shown
+    model, _ = users_model.dead()
+    x = torch.randn(3, 3)
+    (got,) = runtime.InferenceSession("m.onnx").run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), model(x).detach())
+    for file in ("sparse.safetensors", "dense.safetensors"):
+        again = load(file, users_model.Model())  # of the model's own class: all units are there
+        torch.testing.assert_close(again(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (
+            ["compact", "users_model:dead", "--out", "small.bin"],
+            "--out: the name must end with .pt2",
+        ),
+        (["compact", "users_model:dead", "--out", "folder.pt2"], "--out: 'folder.pt2' is a folder"),
+        (["compact", "users_model"], "expected MODULE:FUNCTION"),
+        (["compact", "users_model:nothing"], "must return (model, example_inputs), got"),
+        (["compact", "users_model:strings"], "must return a torch.nn.Module first, got a str"),
+        (["compact", "users_model:example_is_bad"], "example_inputs must be a tensor, a tuple"),
+        (["compact", "users_model:example_does_not_fit"], "does not run on example_inputs"),
+        (["compact", "users_model:dead", "--weights", "no.pt"], "No such file"),
+        (["compact", "users_model:dead", "--weights", "users_model.py"], "users_model.py: "),
+        (["compact", "users_model:dead", "--weights", "other.pt"], "does not fit the model"),
+        (["compact", "users_model:dead", "--prune", "-1"], "--prune: threshold"),
+        (["compact", "."], "holds no finished run of pdecay train"),
+        (["export", "users_model:dead"], "give --onnx, --sparse or --dense"),
+        (["export", "users_model:dead", "--onnx", "users_model.py/m.onnx"], "cannot write to"),
+        (["export", "users_model:dead", "--onnx", "users_model.py"], "--onnx: the name must end"),
+        (["export", "users_model:dead", "--dense", "m.pt"], "--dense: the name must end"),
+        (
+            ["export", "users_model:dead", "--dense", "m.safetensors", "--sparse", "m.safetensors"],
+            "--sparse and --dense are two files, got 'm.safetensors' for both",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, project, argv, told):
+    torch.save(nn.Linear(2, 2).state_dict(), "other.pt")
+    (project / "folder.pt2").mkdir()
+    assert told in run(capsys, *argv, code=2)
+
+
+def test_a_run_of_train(capsys, project):
+    from pdecay.lab.train.training import Settings, train
+
+    pytest.importorskip("sklearn")
+    settings = Settings.of("digits", "padam", scale="quick", steps=60, p=0.5, lam=0.5)
+    train(settings, project / "run")
+    shown = run(capsys, "compact", "run", "--out", "small.pt2")
+    assert "parameters ->" in shown
+    assert pdecay.sparsity(torch.export.load("small.pt2").module()).total >= 0

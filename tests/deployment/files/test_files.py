@@ -1,0 +1,609 @@
+"""Files of models: exact round trips, ties, metadata, loads into models, and clear errors."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections import OrderedDict
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import nn
+
+from pdecay.deployment import files as store
+from pdecay.deployment.files import FileFormatError, load, read_metadata, save
+from pdecay.deployment.files.dtypes import BY_TORCH
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+ENOUGH = 10**9
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.safetensors"
+
+
+def zeros_are_positive(tensor):
+    """The tensor's bits, with those of negative zeros cleared: what comes back."""
+    dtype = BY_TORCH[tensor.dtype]
+    bits = store.dtypes.to_array(tensor).copy()
+    bits[~dtype.nonzero(bits)] = 0
+    return bits
+
+
+def check_same(state, back):
+    assert list(back) == list(state)
+    for name, tensor in state.items():
+        assert back[name].dtype == tensor.dtype
+        assert back[name].shape == tensor.shape
+        assert back[name].is_contiguous()
+        assert not back[name].requires_grad
+        found, expected = store.dtypes.to_array(back[name]), zeros_are_positive(tensor)
+        assert found.tobytes() == expected.tobytes()
+
+
+def random_bits(shape, dtype, share, seed):
+    """Any bits at all, NaNs and infinities too, and zeros of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    size = int(torch.Size(shape).numel())
+    bits = torch.randint(0, 256, (size, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    bits[torch.rand(size, generator=generator) >= share] = 0
+    if dtype.is_floating_point and size:
+        bits[::3, -1] |= 128
+    if dtype == torch.bool:
+        bits = (bits > 127).to(torch.uint8)
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return bits.reshape(-1).view(dtype).view(shape)
+
+
+SHARES = [0.0, 0.001, 0.02, 0.1, 0.5, 0.9, 0.99, 1.0]
+TENSORS = st.builds(
+    random_bits,
+    st.lists(st.integers(0, 9), max_size=4) | st.tuples(st.integers(100, 3000)),
+    st.sampled_from(list(BY_TORCH)),
+    st.sampled_from(SHARES),
+    st.integers(0, 9),
+)
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(NAMES, TENSORS, max_size=6))
+def test_any_state_dict_comes_back(tmp_path_factory, state):
+    path = tmp_path_factory.mktemp("one") / "file"
+    report = save(state, path)
+    assert report.nbytes == path.stat().st_size
+    check_same(state, load(path, max_bytes=ENOUGH))
+    safetensors.deserialize(path.read_bytes())
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("dtype", list(BY_TORCH), ids=str)
+def test_every_dtype_at_every_sparsity(path, dtype, share):
+    state = {"w": random_bits((30, 41), dtype, share, 1)}
+    save(state, path)
+    check_same(state, load(path, max_bytes=ENOUGH))
+
+
+def test_special_values_are_kept_to_the_bit(path):
+    bits = [0x7F800000, 0x7FC00001, 0x7F800001, 0xFFC12345, 0x00000001, 0x80000001, 0x7F7FFFFF]
+    values = torch.tensor([b - (b >> 31 << 32) for b in bits], dtype=torch.int32)
+    state = {"w": torch.cat([values, torch.zeros(900, dtype=torch.int32)]).view(torch.float32)}
+    save(state, path)
+    assert torch.equal(load(path)["w"].view(torch.int32), state["w"].view(torch.int32))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.99])
+def test_negative_zeros_are_zeros(path, share):
+    torch.manual_seed(0)
+    w = torch.randn(4000) * (torch.rand(4000) < share)
+    w = torch.where(torch.rand(4000) < 0.5, -w, w)
+    assert (torch.signbit(w) & (w == 0)).any()
+    report = save({"w": w}, path)
+    back = load(path)["w"]
+    assert torch.equal(back, w)
+    assert not (torch.signbit(back) & (back == 0)).any()
+    assert report.nbytes == save({"w": w + 0.0}, path).nbytes
+
+
+def test_the_smallest_numbers_stay_where_denormals_are_flushed(path):
+    w = torch.zeros(1000)
+    w[::20] = torch.tensor([1], dtype=torch.int32).view(torch.float32)  # 1e-45
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush denormals")
+    try:
+        save({"w": w}, path)
+        back = load(path)["w"]
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(back.view(torch.int32), w.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(30, 20).t(),
+        torch.randn(30, 20)[::2, 3:9],
+        torch.randn(5, 1).expand(5, 7),
+        torch.randn(1).expand(9),
+        torch.randn(10)[2::5][:1],
+        torch.randn(()),
+        torch.tensor(0.0),
+        torch.zeros(0, 3),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 5, dtype=torch.complex64).conj(),
+        torch.randn(4, 5, dtype=torch.complex64).conj().imag,
+        torch.randn(6, requires_grad=True) * 2,
+        nn.Parameter(torch.randn(3)),
+        torch.randn([1] * 64),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)[:4]}",
+)
+@pytest.mark.parametrize("dense", [False, True])
+def test_any_view_is_saved_as_what_it_shows(path, tensor, dense):
+    save({"w": tensor}, path, dense=dense)
+    back = load(path)["w"]
+    assert torch.equal(back, tensor.detach())
+    assert back.is_contiguous()
+
+
+def test_bools_of_strange_bits(path):
+    w = torch.tensor([0, 1, 2, 255] * 50, dtype=torch.uint8).view(torch.bool)
+    save({"w": w}, path)
+    assert load(path)["w"].view(torch.uint8).tolist() == [0, 1, 1, 1] * 50
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("scratch", torch.rand(3), persistent=False)
+
+
+def sparse_net(seed=0):
+    torch.manual_seed(seed)
+    model = Net()
+    with torch.no_grad():
+        model.embedding.weight[torch.rand(50, 16) < 0.9] = 0
+    return model
+
+
+def test_a_model_comes_back_with_buffers_and_ties(path):
+    model, other = sparse_net(), sparse_net(1)
+    scratch = other.scratch.clone()
+    memory = {name: value.data_ptr() for name, value in other.state_dict().items()}
+    report = save(model, path)
+    assert [t.name for t in report.tensors].count("head.weight") == 0
+    assert load(path, other) is other
+    check_same(model.state_dict(), other.state_dict())
+    assert {name: value.data_ptr() for name, value in other.state_dict().items()} == memory
+    assert other.head.weight is other.embedding.weight
+    assert torch.equal(other.scratch, scratch)
+    state = load(path)
+    assert isinstance(state, OrderedDict)
+    assert list(state) == list(model.state_dict())
+    assert state["head.weight"] is state["embedding.weight"]
+    Net().load_state_dict(state)
+
+
+def test_ties_of_the_file_fill_weights_that_the_model_does_not_tie(path):
+    save(sparse_net(), path)
+    other = Net()
+    other.head.weight = nn.Parameter(torch.randn(50, 16))
+    load(path, other)
+    assert torch.equal(other.head.weight, other.embedding.weight)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_ties_under_strange_names(path, dense):
+    weight, state = torch.randn(4), {}
+    for name in ("", "format", "model", "tied:", "__metadata__"[: None if not dense else 5]):
+        state[name] = weight
+    save(state, path, dense=dense, metadata={"best": "format", "model": ""})
+    back = load(path)
+    check_same(state, back)
+    assert len({id(tensor) for tensor in back.values()}) == 1
+
+
+def test_two_views_of_one_memory_are_two_tensors(path):
+    memory = torch.randn(20)
+    state = {"all": memory, "half": memory[:10], "square": memory.view(4, 5), "again": memory}
+    save(state, path)
+    back = load(path)
+    check_same(state, back)
+    assert back["again"] is back["all"]
+    assert len({tensor.data_ptr() for tensor in back.values()}) == 3
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_metadata(path, dense):
+    save(sparse_net(), path, metadata={"note": 'ü\n"', "": ""}, dense=dense)
+    metadata = read_metadata(path)
+    assert metadata["note"] == 'ü\n"'
+    assert metadata[""] == ""
+    assert metadata["model"].endswith(".Net")
+    assert float(metadata["sparsity"]) == pytest.approx(0.9, abs=0.03)
+    assert metadata["format"] == ("pt" if dense else "pdecay")
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == metadata
+    save(sparse_net().state_dict(), path, dense=dense)
+    assert "model" not in read_metadata(path)
+    save(sparse_net(), path, metadata={"model": "mine/net-7"}, dense=dense)
+    assert read_metadata(path)["model"] == "mine/net-7"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "error", "told"),
+    [
+        ({"a": 1}, TypeError, "must be strings, got 'a': 1"),
+        ({1: "a"}, TypeError, "must be strings, got 1: 'a'"),
+        ({"tied:a": "b"}, ValueError, "may not have the key 'tied:a'"),
+        ({"sparsity": "0.5"}, ValueError, "may not have the key 'sparsity'"),
+        ({"a": "\ud800"}, ValueError, "must be Unicode text"),
+    ],
+)
+def test_bad_metadata(path, metadata, error, told):
+    with pytest.raises(error, match=told):
+        save(Net(), path, metadata=metadata)
+    assert not path.exists()
+
+
+def test_an_ordinary_file_is_what_safetensors_expects(path):
+    model, other = sparse_net(), Net()
+    report = save(model, path, dense=True)
+    assert report.nbytes == path.stat().st_size
+    state = safetensors.torch.load_file(path)
+    assert "head.weight" not in state
+    expected = {k: v for k, v in model.state_dict().items() if k != "head.weight"}
+    assert all(torch.equal(state.pop(name), value) for name, value in expected.items())
+    assert not state
+    assert safetensors.torch.load_model(other, path) == (set(), [])
+    check_same(model.state_dict(), other.state_dict())
+    back = load(path)
+    assert back["head.weight"] is back["embedding.weight"]
+    check_same(model.state_dict(), load(path, Net()).state_dict())
+
+
+def test_the_ordinary_file_keeps_all_bits(path):
+    state = {"w": torch.tensor([0.0, -0.0, float("nan")])}
+    save(state, path, dense=True)
+    assert torch.equal(load(path)["w"].view(torch.int32), state["w"].view(torch.int32))
+
+
+def test_files_of_safetensors_own(path):
+    model, other = sparse_net(), Net()
+    safetensors.torch.save_model(model, path)  # which leaves out one of the two names
+    load(path, other)
+    check_same(model.state_dict(), other.state_dict())
+    state = {
+        str(dtype): random_bits((4, 6), dtype, 0.5, 0)
+        for dtype in BY_TORCH
+        if dtype not in (torch.complex32, torch.complex128)
+    }
+    safetensors.torch.save_file(state, path)
+    back = load(path)
+    assert all(torch.equal(_bytes(back.pop(name)), _bytes(state[name])) for name in state)
+    assert not back
+    ours = path.with_name("ours")
+    save(state, ours, dense=True)
+    assert dict(_plain(ours)) == dict(_plain(path))
+
+
+def _plain(path):
+    return [(name, tensor) for name, tensor in safetensors.deserialize(path.read_bytes())]
+
+
+def _bytes(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def test_dtypes_that_an_ordinary_file_cannot_hold(path):
+    with pytest.raises(ValueError, match=r"'w' has dtype torch.complex128, which safetensors"):
+        save({"w": torch.zeros(3, dtype=torch.complex128)}, path, dense=True)
+    assert not list(path.parent.iterdir())
+
+
+def test_the_one_name_that_an_ordinary_file_cannot_hold(path):
+    state = {"__metadata__": torch.ones(3)}
+    with pytest.raises(ValueError, match="is no name for a tensor in safetensors"):
+        save(state, path, dense=True)
+    save(state, path)
+    check_same(state, load(path))
+
+
+def test_hugging_face_loads_the_dense_file(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight[:, ::2] = 0
+    config.save_pretrained(tmp_path)
+    save(model, tmp_path / "model.safetensors", dense=True)
+    back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert back.lm_head.weight is back.transformer.wte.weight
+    for name, value in model.state_dict().items():
+        assert torch.equal(back.state_dict()[name], value)
+
+
+BAD_STATES = {
+    "a list": ([torch.zeros(1)], TypeError, "needs a model or a state dict, got list"),
+    "a number": ({"w": torch.zeros(1), "n": 3}, TypeError, "'n' is a int"),
+    "a name": ({3: torch.zeros(1)}, TypeError, "names must be strings, got 3"),
+    "half a character": ({"\ud800": torch.zeros(1)}, ValueError, "is not Unicode text"),
+    "meta": ({"w": torch.zeros(1, device="meta")}, ValueError, "'w' is on the meta device"),
+    "sparse": ({"w": torch.eye(3).to_sparse()}, ValueError, "layout torch.sparse_coo"),
+    "lazy": (nn.LazyLinear(3), ValueError, "'weight' is not initialised"),
+    "dtype": ({"w": torch.zeros(4, dtype=torch.uint8).view(torch.bits8)}, ValueError, "bits8"),
+    "dimensions": ({"w": torch.zeros([1] * 65)}, ValueError, "65 dimensions, more than 64"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STATES)
+@pytest.mark.parametrize("dense", [False, True])
+def test_what_cannot_be_saved_leaves_no_file(path, case, dense):
+    state, error, told = BAD_STATES[case]
+    with pytest.raises(error, match=told):
+        save(state, path, dense=dense)
+    assert not list(path.parent.iterdir())
+
+
+def test_a_quantized_tensor(path):
+    with pytest.warns(UserWarning, match="deprecated"):
+        w = torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)
+    with pytest.raises(ValueError, match="qint8, which has no place"):
+        save({"w": w}, path)
+
+
+class TestReplacing:
+    def test_a_failure_leaves_the_old_file_and_nothing_else(self, path, monkeypatch):
+        save({"w": torch.ones(3)}, path)
+        monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
+        with pytest.raises(OSError, match="full"):
+            save({"w": torch.zeros(3)}, path)
+        assert [p.name for p in path.parent.iterdir()] == [path.name]
+        assert torch.equal(load(path)["w"], torch.ones(3))
+
+    def test_readers_never_see_half_a_file(self, path):
+        states = [
+            {"w": torch.full((20_000,), float(i)) * (torch.rand(20_000) < 0.5)} for i in (1, 2)
+        ]
+        save(states[0], path)
+        stop = threading.Event()
+
+        def write():
+            while not stop.is_set():
+                for state in states:
+                    save(state, path)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            for _ in range(100):
+                found = load(path)["w"]
+                assert any(torch.equal(found, state["w"]) for state in states)
+        finally:
+            stop.set()
+            writer.join()
+
+    def test_permissions_are_those_of_a_new_file(self, path):
+        old = os.umask(0o027)
+        try:
+            save({"w": torch.ones(3)}, path)
+        finally:
+            os.umask(old)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+    def test_a_link_is_followed(self, path, tmp_path):
+        (tmp_path / "there").mkdir()
+        path.symlink_to(tmp_path / "there" / "file")
+        save({"w": torch.ones(3)}, path)
+        assert path.is_symlink()
+        assert (tmp_path / "there" / "file").is_file()
+
+    def test_places_that_cannot_be(self, tmp_path):
+        with pytest.raises(IsADirectoryError):
+            save({"w": torch.ones(3)}, tmp_path)
+        with pytest.raises(FileNotFoundError):
+            save({"w": torch.ones(3)}, tmp_path / "missing" / "file")
+
+    def test_long_names_and_strings_for_paths(self, tmp_path):
+        path = str(tmp_path / ("x" * 255))
+        assert save({"w": torch.ones(3)}, path).path == path
+        assert torch.equal(load(path)["w"], torch.ones(3))
+
+    def test_a_tensor_that_changes_meanwhile(self, path, monkeypatch):
+        w = torch.zeros(1000)
+        real = store.table.compressed
+
+        def change(*args):
+            w[5] = 1
+            return real(*args)
+
+        monkeypatch.setattr(store.table, "compressed", change)
+        with pytest.raises(RuntimeError, match="'w' changed while it was saved"):
+            save({"w": w}, path)
+        assert not path.exists()
+
+
+class TestMisfits:
+    def check(self, path, model, told, **options):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ValueError, match=told) as caught:
+            load(path, model, **options)
+        assert str(path) in str(caught.value)
+        assert all(torch.equal(before[n], value) for n, value in model.state_dict().items())
+
+    def test_names(self, path):
+        save(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), path)
+        model = nn.Sequential(OrderedDict(a=nn.Linear(3, 4)))
+        self.check(
+            path, model, r"the file lacks 'a\.weight', 'a\.bias'; the model lacks '0\.weight'"
+        )
+        assert load(path, model, strict=False) is model
+        save(nn.Linear(3, 4), path)
+        weight = nn.Linear(3, 4, bias=False)
+        self.check(path, weight, "the model lacks 'bias'")
+        load(path, weight, strict=False)
+        assert torch.equal(weight.weight, load(path)["weight"])
+
+    def test_many_names(self, path):
+        save({f"n{i}": torch.zeros(1) for i in range(50)}, path)
+        self.check(path, nn.Linear(3, 4), r"the model lacks 'n0', .*'n7', and 42 more")
+
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_shapes(self, path, strict):
+        save(nn.Linear(3, 4), path)
+        told = (
+            r"'weight' has shape \[4, 3\] in the file and \[3, 3\] in the model; 'bias' has shape"
+        )
+        self.check(path, nn.Linear(3, 3), told, strict=strict)
+
+    def test_dtypes(self, path):
+        save({"weight": torch.randn(4, 3), "bias": torch.randn(4)}, path)
+        model = nn.Linear(3, 4).to(torch.bfloat16)
+        load(path, model)
+        assert torch.equal(model.weight, load(path)["weight"].to(torch.bfloat16))
+        save({"weight": torch.randn(4, 3, dtype=torch.complex64), "bias": torch.randn(4)}, path)
+        self.check(path, nn.Linear(3, 4), "which does not go into the model's torch.float32")
+
+    def test_models_without_memory(self, path):
+        save(nn.Linear(3, 4), path)
+        with pytest.raises(ValueError, match=r"'weight' is on the meta device .*to_empty"):
+            load(path, nn.Linear(3, 4, device="meta"))
+        with pytest.raises(ValueError, match="'weight' is not initialised in the model"):
+            load(path, nn.LazyLinear(4))
+
+    def test_an_expanded_buffer(self, path):
+        model = nn.Module()
+        model.register_buffer("b", torch.zeros(1).expand(5))
+        save(model, path)
+        self.check(path, model, "'b' is expanded in the model")
+
+    def test_damage_is_found_before_the_model_changes(self, path):
+        save(sparse_net(), path)
+        data = bytearray(path.read_bytes())
+        with safe_open(path, "np") as file:
+            positions = file.get_tensor("positions").tobytes()
+        start = data.index(positions)
+        data[start : start + 3] = b"\xff" * 3
+        path.write_bytes(data)
+        model = sparse_net(1)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(FileFormatError):
+            load(path, model)
+        check_same(before, model.state_dict())
+
+    def test_arguments(self, path):
+        save(nn.Linear(3, 4), path)
+        with pytest.raises(TypeError, match=r"needs a torch.nn.Module, got dict"):
+            load(path, {})
+        with pytest.raises(ValueError, match="max_bytes is for a load without a model"):
+            load(path, nn.Linear(3, 4), max_bytes=10)
+        with pytest.raises(FileNotFoundError):
+            load(path.with_name("missing"))
+
+
+def test_a_model_that_loads_in_its_own_way(path):
+    """What `state_dict` gives is not the model's memory: the model is asked to load it."""
+
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.steps = torch.zeros(2)
+
+        def get_extra_state(self):
+            return self.steps.clone()
+
+        def set_extra_state(self, state):
+            self.steps = state
+
+    model, other = Doubled(), Doubled()
+    model.steps = torch.tensor([3.0, 4.0])
+    save(model, path)
+    load(path, other)
+    assert torch.equal(other.steps, model.steps)
+    check_same(model.state_dict(), other.state_dict())
+
+
+def test_a_load_is_seen_by_autograd(path):
+    """A weight that a backward pass still needs may not change without its notice."""
+    model = nn.Linear(3, 3)
+    save(model, path)
+    out = model(model(torch.randn(2, 3, requires_grad=True))).sum()
+    load(path, model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+    assert model.weight.requires_grad
+
+
+def test_parametrized_and_pruned_models(path):
+    from torch.nn.utils import parametrizations, prune
+
+    def build():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        parametrizations.weight_norm(model[0])
+        prune.random_unstructured(model[1], "weight", 0.5)
+        return model
+
+    model, other = build(), build()
+    save(model, path)
+    load(path, other)
+    check_same(model.state_dict(), other.state_dict())
+
+
+class TestMemoryLimit:
+    def test_the_error_says_what_to_pass(self, path):
+        state = {"w": torch.zeros(300, 300)}
+        state["w"][5, 7] = 1
+        save(state, path)
+        with pytest.raises(FileFormatError, match=r"takes [\d,]+ in memory") as caught:
+            load(path)
+        needed = int(str(caught.value).split("max_bytes=")[1].split(")")[0])
+        assert 360_000 < needed < 370_000
+        check_same(state, load(path, max_bytes=needed))
+        with pytest.raises(FileFormatError, match="takes"):
+            load(path, max_bytes=needed - 1)
+
+    def test_a_model_vouches_for_its_shapes(self, path):
+        model = nn.Linear(300, 300)
+        with torch.no_grad():
+            model.weight.zero_()
+            model.bias.zero_()
+        save(model, path)
+        other = load(path, nn.Linear(300, 300))
+        assert not other.weight.any()
+        assert not other.bias.any()
+
+    def test_sparse_networks_load_without_a_word_up_to_98_percent(self, path):
+        w = torch.randn(1000, 300) * (torch.rand(1000, 300) >= 0.978)
+        save({"w": w}, path)
+        assert torch.equal(load(path)["w"], w)
+
+    @pytest.mark.parametrize("count", [1, 10, 1000])
+    @pytest.mark.parametrize("value", [torch.tensor(0.0), torch.tensor(True), torch.empty(0)])
+    def test_many_tiny_tensors_load_without_a_word(self, path, count, value):
+        state = {str(i): value.clone() for i in range(count)}
+        save(state, path)
+        check_same(state, load(path))
+
+    def test_many_ties_load_without_a_word(self, path):
+        state = dict.fromkeys(map(str, range(1000)), torch.ones(3))
+        save(state, path)
+        check_same(state, load(path))
+
+    def test_a_long_name(self, path):
+        state = {"x" * 100_000: torch.ones(3), "ü" * 50_000: torch.ones(2)}
+        save(state, path)
+        check_same(state, load(path))

@@ -1,0 +1,306 @@
+"""`pdecay inspect`: the same numbers from every kind of file, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import pdecay
+from pdecay import cli
+from pdecay.deployment.files import FileFormatError, save
+from pdecay.deployment.inspect import histogram, inspect
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(40, 30), nn.Linear(30, 40)
+    )
+    with torch.no_grad():
+        for layer in (model[0], model[3], model[4]):
+            layer.weight *= torch.rand(layer.weight.shape) < 0.2
+            layer.weight[1] = 0
+            layer.weight[:, 2:4] = 0
+    model[4].weight = nn.Parameter(model[3].weight.t().contiguous())
+    return model
+
+
+def write(kind, model, tmp_path):
+    path = tmp_path / kind
+    if kind == "sparse":
+        save(model, path)
+    elif kind == "dense":
+        save(model, path, dense=True)
+    elif kind == "torch":
+        torch.save(model.state_dict(), path)
+    elif kind == "old torch":
+        torch.save(model.state_dict(), path, _use_new_zipfile_serialization=False)
+    else:
+        torch.save({"epoch": 3, "model": model.state_dict(), "optimizer": {"lr": 0.1}}, path)
+    return path
+
+
+KINDS = ["sparse", "dense", "torch", "old torch", "checkpoint"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_file_gives_what_pdecay_sparsity_gives(tmp_path, kind):
+    model = network()
+    path = write(kind, model, tmp_path)
+    found = {layer.name: layer for layer in inspect(path).layers}
+    assert found.keys() == model.state_dict().keys()
+    for expected in pdecay.sparsity(model).layers:
+        layer = found[expected.name]
+        assert layer.shape == expected.shape
+        assert layer.counts.zeros == layer.counts.exact_zeros == expected.zeros
+        assert layer.counts.dead_rows == len(expected.dead_rows)
+        assert layer.counts.dead_columns == len(expected.dead_columns)
+    assert found["0.weight"].counts.dead_columns >= 2
+    report = inspect(path)
+    assert report.nbytes == path.stat().st_size
+    assert report.sparsity == pytest.approx(pdecay.sparsity(model).total)
+    weights = [layer for layer in report.layers if len(layer.shape) > 1]
+    nonzero = sum(layer.size - layer.counts.exact_zeros for layer in weights)
+    assert report.histogram.sum() == nonzero
+    if kind == "sparse":
+        saved = {t.name: t for t in save(model, path).tensors}
+        assert all(layer.bound == saved[name].bound for name, layer in found.items())
+        assert all(layer.nbytes == saved[name].nbytes for name, layer in found.items())
+
+
+def test_small_weights_and_the_threshold(tmp_path):
+    weight = torch.ones(4, 5)
+    weight[0] = 1e-15
+    weight[1, 1] = 0
+    weight[2, 2], weight[3, 3] = float("nan"), float("-inf")
+    save({"w": weight}, tmp_path / "file")
+    report = inspect(tmp_path / "file")
+    (layer,) = report.layers
+    counts = layer.counts
+    assert (counts.zeros, counts.exact_zeros, counts.dead_rows, counts.not_finite) == (6, 1, 1, 2)
+    assert "5 of the zeros are only smaller than 1e-13" in str(report)
+    assert "w has 2 infinities or NaNs" in str(report)
+    assert report.histogram.sum() == 17
+    exact = inspect(tmp_path / "file", threshold=0)
+    assert exact.layers[0].counts.zeros == 1
+    assert "only smaller" not in str(exact)
+    with pytest.raises(ValueError, match="threshold"):
+        inspect(tmp_path / "file", threshold=-1)
+
+
+def test_every_dtype(tmp_path):
+    from pdecay.deployment.files.dtypes import BY_TORCH
+
+    state = {}
+    for dtype in BY_TORCH:
+        bits = torch.zeros(6, 4 * dtype.itemsize, dtype=torch.uint8)
+        bits[1, dtype.itemsize - 1] = 1
+        state[str(dtype)] = bits.view(dtype)
+    save(state, tmp_path / "file")
+    for layer in inspect(tmp_path / "file", threshold=0).layers:
+        assert layer.counts.exact_zeros == 23, layer.name
+        assert layer.counts.dead_rows == 5
+        assert layer.counts.dead_columns == 3
+
+
+def test_ties_are_listed_once(tmp_path):
+    weight = torch.randn(5, 4)
+    for kind, write_file in (("sparse", save), ("torch", torch.save)):
+        write_file({"a": weight, "b": weight}, tmp_path / kind)
+        report = inspect(tmp_path / kind)
+        assert [layer.name for layer in report.layers] == ["a"]
+        assert report.ties == {"b": "a"}
+        assert "b is a" in str(report)
+
+
+def test_a_file_that_claims_terabytes_is_looked_at_in_the_memory_of_the_file(tmp_path):
+    weight = torch.zeros(1000, 1000)
+    weight[3, 4] = weight[3, 999] = 1
+    save({"w": weight}, tmp_path / "file")
+    from pdecay.deployment.files import container, table
+
+    with container.Container(tmp_path / "file") as file:
+        entries, metadata = file.entries, file.metadata
+        parts = {n: file.read(e.begin, e.end - e.begin).tobytes() for n, e in entries.items()}
+    ((row, _),) = table.parsed(parts["table"], 10**6)
+    huge = table.Row("w", row.dtype, (10**9, 1000), row.encoding)
+    line = table.to_lines([huge])
+    parts["table"] = table.compressed(line, 10**6)
+    place, body, listed = 0, b"", []
+    for name, part in parts.items():
+        shape = (len(part) // (4 if "F32" in name else 1),)
+        listed.append(container.Entry(name, entries[name].dtype, shape, place, place + len(part)))
+        place += len(part)
+        body += part
+    (tmp_path / "file").write_bytes(container.header_bytes(listed, metadata) + body)
+    (layer,) = inspect(tmp_path / "file").layers
+    assert layer.dense_nbytes == 4 * 10**12
+    assert layer.counts.zeros == 10**12 - 2
+    assert layer.counts.dead_rows == 10**9 - 1
+    assert layer.counts.dead_columns == 998
+
+
+def test_the_histogram():
+    magnitudes = np.array([1e-3, 1.05e-3, 2e-3, 1.0, 1e-60, 1e60])
+    counts = histogram.count(magnitudes)
+    assert counts.sum() == 6
+    assert counts[0] == counts[-1] == 1
+    one = histogram.count(np.array([0.015, 0.017, 0.5]))
+    found = histogram.bars(one)
+    assert found[0][:2] == pytest.approx((-1.9, -1.8))
+    assert [n for *_, n in found if n] == [1, 1, 1]
+    wide = histogram.bars(counts)
+    assert len(wide) <= 24
+    assert sum(n for *_, n in wide) == 6
+    lines = histogram.drawn(one, zeros=7)
+    assert len(lines) == len(found) + 2
+    assert lines[-1].split() == ["zero", "70.00%"]
+    assert lines[1].split()[-1].strip("#") == ""
+    assert histogram.bars(histogram.empty()) == []
+    assert histogram.drawn(histogram.empty(), 0) == []
+
+
+def run(capsys, *argv):
+    code = cli.main(["inspect", *map(str, argv)])
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    return shown.out
+
+
+def test_the_command(capsys, tmp_path):
+    model = network()
+    path = write("sparse", model, tmp_path)
+    out = run(capsys, path)
+    assert out.startswith(f"{path}: pdecay's sparse file, {path.stat().st_size:,} bytes\n")
+    assert "  model: torch.nn.modules.container.Sequential\n" in out
+    row = next(line for line in out.splitlines() if line.startswith("0.weight")).split()
+    layer = inspect(path).layers[0]
+    assert row[:3] == ["0.weight", "8x6x3x3", "F32"]
+    assert row[3] == f"{layer.sparsity:.2%}"
+    assert row[4:6] == [str(layer.counts.dead_rows), str(layer.counts.dead_columns)]
+    assert row[6:] == [f"{layer.dense_nbytes:,}", f"{layer.nbytes:,}", f"{layer.bound:,.0f}"]
+    assert "log10|w|" in out
+    assert "####" in out
+    assert out.isascii()
+    assert all(line == line.rstrip() for line in out.splitlines())
+
+
+def test_json(capsys, tmp_path):
+    path = write("sparse", network(), tmp_path)
+    data = json.loads(run(capsys, path, "--json"))
+    assert data == json.loads(json.dumps(inspect(path).to_dict()))
+    assert data["bytes"] == path.stat().st_size
+    assert data["layers"][0]["name"] == "0.weight"
+    assert sum(bar["weights"] for bar in data["histogram"]) == inspect(path).histogram.sum()
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_picture(capsys, tmp_path, suffix):
+    path = write("torch", network(), tmp_path)
+    picture = tmp_path / "new" / f"weights.{suffix}"
+    assert run(capsys, path, "--plot", picture).endswith(f"written: {picture}\n")
+    first = picture.read_bytes()
+    assert first.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+    run(capsys, path, "--plot", picture)
+    assert picture.read_bytes() == first
+    if suffix == "svg":
+        assert b"3.weight" in first or b"weight" in first
+
+
+def test_pictures_of_nothing(capsys, tmp_path):
+    for state in ({}, {"w": torch.zeros(3, 4)}, {"steps": torch.tensor(3)}, {"b": torch.ones(3)}):
+        save(state, tmp_path / "file")
+        run(capsys, tmp_path / "file", "--plot", tmp_path / "picture.png")
+
+
+def test_names_that_would_command_the_terminal(capsys, tmp_path):
+    save({"a\x1b[31m\nü": torch.ones(3)}, tmp_path / "file", metadata={"k\n": "\x1b]0;x\x07"})
+    out = run(capsys, tmp_path / "file")
+    assert out.isascii()
+    assert "\x1b" not in out
+    assert r"a\x1b[31m\n\xfc" in out
+
+
+class Unsafe:
+    def __reduce__(self):
+        return os.system, ("echo harm",)
+
+
+def test_mistakes(capsys, tmp_path):
+    def mistake(*argv):
+        try:
+            code = cli.main(["inspect", *map(str, argv)])
+        except SystemExit as exit_:
+            code = exit_.code
+        shown = capsys.readouterr()
+        assert code == 2
+        assert shown.out == ""
+        assert shown.err.count("\n") == 1
+        assert "\x1b" not in shown.err  # torch colours its errors
+        return shown.err
+
+    (tmp_path / "text").write_text("hello, this is no file of weights")
+    assert "damaged, or no safetensors file" in mistake(tmp_path / "text")
+    assert "No such file" in mistake(tmp_path / "missing")
+    assert "not a regular file" in mistake(tmp_path)
+    torch.save({"w": Unsafe()}, tmp_path / "unsafe.pt")
+    assert "weights_only=True) refuses it" in mistake(tmp_path / "unsafe.pt")
+    torch.save(nn.Linear(2, 2), tmp_path / "model.pt")
+    assert "torch.save(model.state_dict(), path) can be read" in mistake(tmp_path / "model.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:300])
+    assert "refuses it" in mistake(tmp_path / "cut.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    assert "holds a list, not a state dict" in mistake(tmp_path / "list.pt")
+    torch.save({"a": 1}, tmp_path / "none.pt")
+    assert "holds no tensors" in mistake(tmp_path / "none.pt")
+    two = {"ema": {"w": torch.ones(2)}, "net": {"w": torch.ones(3)}}
+    torch.save(two, tmp_path / "two.pt")
+    assert "choose one of ['ema', 'net']" in mistake(tmp_path / "two.pt")
+    assert "has no 'x', but ['ema', 'net']" in mistake(tmp_path / "two.pt", "--key", "x")
+    assert "must be a number >= 0, got 'x'" in mistake(tmp_path / "two.pt", "--threshold=x")
+    save({"w": torch.ones(3)}, tmp_path / "file")
+    assert "a key is for checkpoints" in mistake(tmp_path / "file", "--key", "x")
+    assert "--plot writes .png or .svg" in mistake(tmp_path / "file", "--plot", "x.gif")
+    plot = tmp_path / "text" / "x.png"
+    assert "cannot write to" in mistake(tmp_path / "file", "--plot", plot)
+    assert inspect(tmp_path / "two.pt", key="net").layers[0].size == 3
+
+
+def test_tensors_of_torch_files_that_are_not_plain(tmp_path):
+    state = {"sparse": torch.eye(4).to_sparse(), "view": torch.arange(12.0).view(3, 4).t()}
+    state["one"] = torch.ones(1).expand(7)
+    torch.save(state, tmp_path / "file.pt")
+    sparse, view, one = inspect(tmp_path / "file.pt").layers
+    assert (sparse.counts.zeros, view.counts.zeros, one.counts.zeros) == (12, 1, 0)
+    torch.save(torch.ones(3), tmp_path / "file.pt")
+    assert [layer.name for layer in inspect(tmp_path / "file.pt").layers] == ["tensor"]
+    torch.save({"w": torch.ones(3, device="meta")}, tmp_path / "file.pt")
+    with pytest.raises(FileFormatError, match="'w' has no values"):
+        inspect(tmp_path / "file.pt")
+
+
+def test_the_picture_needs_an_extra_and_the_table_does_not(capsys, tmp_path, monkeypatch):
+    class Missing:
+        def find_spec(self, fullname, path=None, target=None):
+            if fullname.partition(".")[0] == "matplotlib":
+                raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+    for name in list(sys.modules):
+        if name.startswith(("matplotlib", "pdecay.lab.drawing", "pdecay.deployment.inspect.pict")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(pdecay.deployment.inspect, "picture", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    save({"w": torch.ones(3)}, tmp_path / "file")
+    run(capsys, tmp_path / "file")
+    assert cli.main(["inspect", str(tmp_path / "file"), "--plot", str(tmp_path / "x.png")]) == 2
+    assert capsys.readouterr().err == (
+        "pdecay inspect: error: matplotlib is not installed: pip install 'pdecay[lab]'\n"
+    )

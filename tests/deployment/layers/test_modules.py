@@ -1,0 +1,401 @@
+"""The sparse layers as modules: as torch's own, but for gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pdecay.deployment.layers import kernel as layers_kernel
+from pdecay.deployment.layers import modules as layers
+from pdecay.deployment.layers.modules import SparseConv2d, SparseLinear, why_not
+
+needs_kernel = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def dense_linear(*args, **options):
+    return mostly_zero(nn.Linear, *args, **options)
+
+
+def dense_conv(*args, **options):
+    return mostly_zero(nn.Conv2d, *args, **options)
+
+
+def mostly_zero(kind, *args, **options):
+    """A dense layer, nine tenths of which are zero."""
+    with torch.inference_mode(False), torch.no_grad():
+        layer = kind(*args, **options)
+        layer.weight.mul_(torch.rand(layer.weight.shape) >= 0.9)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"padding": "same"},
+        {"padding": "same", "kernel_size": (4, 2), "dilation": 2},
+        {"padding": "valid"},
+        {"padding": 2, "stride": (2, 1), "dilation": (1, 2)},
+        {"padding": 1, "padding_mode": "circular"},
+        {"padding": "same", "padding_mode": "reflect", "kernel_size": 5},
+        {"padding": 1, "padding_mode": "replicate", "bias": False},
+        {"groups": 2, "bias": False},
+        {"groups": 4, "padding": 1},
+    ],
+    ids=str,
+)
+def test_a_convolution_with_all_of_torchs_options(options):
+    dense = dense_conv(4, 8, **{"kernel_size": 3, **options})
+    sparse = SparseConv2d(dense)
+    for size in ((3, 4, 12, 9), (4, 16, 16), (1, 4, 32, 32), (0, 4, 12, 9)):
+        x = torch.randn(size)
+        torch.testing.assert_close(sparse(x), dense(x), rtol=1e-5, atol=1e-5)
+    back = sparse.to_dense()
+    assert str(back) == str(dense)
+    assert torch.equal(back.weight, dense.weight)
+    torch.testing.assert_close(back(x), dense(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_linear_layer_on_inputs_of_any_shape(bias, dtype):
+    dense = dense_linear(30, 20, bias=bias, dtype=dtype)
+    sparse = SparseLinear(dense)
+    for size in ((30,), (1, 30), (5, 30), (2, 3, 30), (4, 100, 30), (0, 30), (2, 0, 30)):
+        x = torch.randn(size, dtype=dtype)
+        torch.testing.assert_close(sparse(x), dense(x), rtol=1e-5, atol=1e-5)
+    back = sparse.to_dense()
+    assert str(back) == str(dense)
+    assert torch.equal(back.weight, dense.weight)
+    assert (back.bias is None) == (dense.bias is None)
+
+
+def test_inputs_in_any_memory_format():
+    dense = dense_conv(4, 8, 3, padding=1)
+    sparse = SparseConv2d(dense)
+    x = torch.randn(2, 4, 10, 20)
+    formats = [x.to(memory_format=torch.channels_last), x.transpose(2, 3).clone().transpose(2, 3)]
+    formats += [x[:, :, ::2, 1:], x[:1].expand(3, -1, -1, -1)]
+    for given in formats:
+        got = sparse(given)
+        torch.testing.assert_close(got, dense(given), rtol=1e-5, atol=1e-5)
+        assert got.is_contiguous()
+    linear = dense_linear(20, 6)
+    torch.testing.assert_close(SparseLinear(linear)(x.mT.mT[..., :, :]), linear(x))
+
+
+def test_a_relu_may_be_part_of_it():
+    for dense, x in (
+        (dense_conv(4, 8, 3), torch.randn(2, 4, 9, 9)),
+        (dense_linear(16, 8), torch.randn(40, 16)),
+    ):
+        kind = SparseConv2d if isinstance(dense, nn.Conv2d) else SparseLinear
+        torch.testing.assert_close(kind(dense, relu=True)(x), dense(x).relu())
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize(
+    ("dense", "size"),
+    [
+        ((4, 8, 3), (2, 4, 9, 9)),
+        ((4, 8, 3, 2), (5, 4, 9, 9)),  # images side by side
+        ((64, 16, 3), (1, 64, 34, 34)),  # blocks of channels
+        ((16, 8, 1), (2, 16, 8, 8)),  # in place
+        ((16, 8), (2, 16)),  # dot products
+        ((300, 200), (40, 300)),
+    ],
+    ids=str,
+)
+def test_something_may_be_added_to_its_output(dense, size, relu):
+    linear = len(dense) == 2
+    dense = dense_linear(*dense) if linear else dense_conv(*dense)
+    sparse = (SparseLinear if linear else SparseConv2d)(dense, relu=relu)
+    x = torch.randn(size)
+    wanted = dense(x)
+    for more in (torch.randn_like(wanted), torch.randn_like(wanted[:1]).expand_as(wanted)):
+        both = (wanted + more).relu() if relu else wanted + more
+        torch.testing.assert_close(sparse(x, more), both, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sparse(x), wanted.relu() if relu else wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize(
+    "more",
+    [
+        3,
+        torch.tensor(-0.5),
+        torch.randn(8),
+        torch.randn(3, 1),
+        torch.randn(4, 3, 8),  # larger than the output: what is added spreads it
+        torch.randn(3, 8, dtype=torch.float64),
+        torch.arange(8),
+    ],
+    ids=lambda more: str(getattr(more, "shape", more)),
+)
+def test_it_adds_what_torch_adds(more, relu):
+    dense = dense_linear(16, 8)
+    sparse, x = SparseLinear(dense, relu=relu), torch.randn(3, 16)
+    wanted = (dense(x) + more).relu() if relu else dense(x) + more
+    torch.testing.assert_close(sparse(x, more), wanted, rtol=1e-5, atol=1e-5)
+    one = sparse(x[:1])  # the plan is as it was
+    torch.testing.assert_close(one, dense(x[:1]).relu() if relu else dense(x[:1]))
+
+
+def test_what_is_added_may_require_a_gradient():
+    with torch.inference_mode(False):
+        sparse, x = SparseLinear(dense_linear(16, 8)), torch.randn(3, 16)
+        more = torch.randn(3, 8, requires_grad=True)
+        sparse(x, more).sum().backward()
+        assert torch.equal(more.grad, torch.ones(3, 8))
+
+
+def test_a_layer_without_any_weight_left():
+    dense = dense_linear(8, 4)
+    dense.weight.data.zero_()
+    sparse = SparseLinear(dense)
+    assert sparse.sparsity == 1.0
+    assert torch.equal(sparse(torch.randn(3, 8)), dense.bias.expand(3, 4))
+
+
+@pytest.mark.parametrize("way", ["copy", "pickle", "save"])
+def test_it_is_copied_and_saved_after_use(way):
+    dense = dense_conv(4, 8, 3, padding=1)
+    sparse, x = SparseConv2d(dense), torch.randn(2, 4, 9, 9)
+    wanted = sparse(x)
+    if way == "copy":
+        other = copy.deepcopy(sparse)
+    elif way == "pickle":
+        other = pickle.loads(pickle.dumps(sparse))
+    else:
+        file = io.BytesIO()
+        torch.save(sparse, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert torch.equal(other(x), wanted)
+    assert other.values.data_ptr() != sparse.values.data_ptr()
+
+
+def test_state_dicts_and_conversions_change_what_it_computes():
+    with torch.inference_mode(False):
+        one, x = SparseLinear(dense_linear(8, 4)), torch.randn(3, 8)
+        before = one(x)
+        state = {name: value.clone() for name, value in one.state_dict().items()}
+        assert set(state) == {"values", "columns", "row", "bias"}
+        state["values"] *= 2
+        state["bias"] *= 2
+        one.load_state_dict(state)
+        torch.testing.assert_close(one(x), 2 * before)
+        torch.testing.assert_close(one.double()(x.double()).float(), 2 * before)
+        with pytest.raises(ValueError, match=r"takes torch\.float64 on cpu, got torch\.float32"):
+            one(x)
+
+
+def test_buffers_that_are_no_weight_are_refused():
+    with torch.inference_mode(False):
+        one, x = SparseLinear(dense_linear(8, 4)), torch.randn(3, 8)
+        before = one(x)
+        state = {name: value.clone() for name, value in one.state_dict().items()}
+        for name in ("columns", "row"):
+            one.load_state_dict({**state, name: state[name] + 100})
+            with pytest.raises(ValueError, match="not the non-zeros of a 4 x 8 weight: load its"):
+                one(x)
+        odd = {name: torch.stack([value] * 2, -1)[:, 0] for name, value in state.items()}
+        odd["columns"] = odd["columns"].long()
+        odd["bias"] = odd["bias"].double()
+        one.load_state_dict(odd, assign=True)
+        assert torch.equal(one(x), before)
+
+
+def test_where_the_kernel_cannot_follow_it_computes_densely():
+    with torch.inference_mode(False), torch.no_grad():
+        dense, x = dense_linear(8, 4), torch.randn(3, 8).bfloat16()
+        sparse = SparseLinear(dense).bfloat16()
+        with pytest.warns(UserWarning, match="computes densely: of dtype bfloat16"):
+            got = sparse(x)
+        torch.testing.assert_close(got, dense.bfloat16()(x))
+
+
+def test_it_says_what_it_is():
+    dense = dense_linear(100, 10)
+    sparse = SparseLinear(dense)
+    count = int((dense.weight != 0).sum())
+    assert repr(sparse) == (
+        f"SparseLinear(100, 10, bias=True, nonzeros={count} ({1 - count / 1000:.1%} sparse))"
+    )
+    shown = repr(SparseConv2d(dense_conv(4, 8, 3), relu=True))
+    assert "kernel_size=(3, 3), stride=(1, 1), padding=(0, 0)" in shown
+    assert "relu=True" in shown
+
+
+def test_bytes_count_what_is_held():
+    sparse = SparseLinear(dense_linear(64, 32))
+    stored = sum(tensor.nbytes for tensor in sparse.state_dict().values())
+    assert sparse.nbytes == stored
+    sparse(torch.randn(1, 64))
+    for_a_row = sparse.nbytes
+    assert for_a_row >= stored  # dot products read the buffers themselves, tiles do not
+    sparse(torch.randn(64, 64))
+    assert sparse.nbytes > for_a_row
+
+
+def test_only_so_many_shapes_are_remembered():
+    sparse = SparseConv2d(dense_conv(1, 2, 3))
+    dense = sparse.to_dense()
+    for size in range(3, 3 + 3 * layers._PLANS):
+        x = torch.randn(1, 1, size, 5)
+        torch.testing.assert_close(sparse(x), dense(x), rtol=1e-5, atol=1e-5)
+        assert len(sparse._plans) <= layers._PLANS
+    linear = SparseLinear(dense_linear(4, 4))
+    for rows in range(200):
+        linear(torch.randn(rows, 4))
+    assert len(linear._plans) <= 9
+    assert len(linear._calls) <= layers._SHAPES
+
+
+def test_a_gradient_is_refused_and_no_grad_is_enough():
+    with torch.inference_mode(False):
+        sparse = SparseLinear(dense_linear(8, 4))
+        x = torch.randn(3, 8, requires_grad=True)
+        with pytest.raises(RuntimeError, match="computes no gradients, and its input requires one"):
+            sparse(x)
+        with torch.no_grad():
+            assert not sparse(x).requires_grad
+            sparse(x)
+        assert not sparse(x.detach()).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "told"),
+    [
+        ("linear", (3, 7), r"expected an input of 8 features, got \(3, 7\)"),
+        ("linear", (), r"expected an input of 8 features, got \(\)"),
+        ("conv", (3, 7), r"expected images of 4 channels, got \(3, 7\)"),
+        ("conv", (1, 3, 9, 9), r"expected images of 4 channels, got \(1, 3, 9, 9\)"),
+        ("conv", (1, 4, 2, 9), "the kernel reaches over 3 x 3 pixels, more than an input of 2 x 9"),
+    ],
+)
+def test_an_input_that_does_not_fit(layer, size, told):
+    sparse = SparseLinear(dense_linear(8, 4)) if layer == "linear" else None
+    sparse = sparse or SparseConv2d(dense_conv(4, 8, 3))
+    with pytest.raises(ValueError, match=told):
+        sparse(torch.randn(size))
+
+
+def test_other_dtypes_are_refused():
+    dense = dense_linear(8, 4, dtype=torch.bfloat16)
+    assert why_not(dense) == "of dtype bfloat16"
+    with pytest.raises(ValueError, match="holds float32 or float64 weights on the CPU, got torch"):
+        SparseLinear(dense)
+
+
+def test_without_a_compiler_it_computes_densely_and_says_so_once(monkeypatch):
+    monkeypatch.setattr(layers_kernel, "available", lambda: "no C compiler found")
+    for dense, x in (
+        (dense_linear(8, 4), torch.randn(3, 8)),
+        (dense_conv(4, 8, (3, 5), padding="same"), torch.randn(2, 4, 9, 9)),
+    ):
+        kind = SparseConv2d if isinstance(dense, nn.Conv2d) else SparseLinear
+        sparse = kind(dense, relu=True)
+        with pytest.warns(UserWarning, match="computes densely: no C compiler found"):
+            torch.testing.assert_close(sparse(x), dense(x).relu())
+        sparse(x)
+        assert why_not(dense) == "no C compiler found"
+
+
+def test_under_autocast_it_takes_short_numbers():
+    dense = dense_linear(8, 4)
+    sparse, x = SparseLinear(dense), torch.randn(3, 8)
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.testing.assert_close(sparse(x.bfloat16()), dense(x).float(), rtol=0.1, atol=0.1)
+        with pytest.raises(ValueError, match=r"got torch.bfloat16 on cpu: convert the input"):
+            sparse(x.bfloat16())
+
+
+@pytest.mark.parametrize("kind", [SparseLinear, SparseConv2d])
+def test_torchs_default_device_is_no_concern_of_it(kind):
+    linear = kind is SparseLinear
+    dense = dense_linear(64, 48) if linear else dense_conv(4, 8, 3, padding=1)
+    sparse = kind(dense)
+    for size in [(1, 64), (20, 64)] if linear else [(2, 4, 9, 9), (1, 4, 32, 32)]:
+        x = torch.randn(size)
+        with torch.device("meta"):
+            got = sparse(x)
+        torch.testing.assert_close(got, dense(x), rtol=1e-5, atol=1e-5)
+    with torch.device("meta"):
+        assert torch.equal(sparse.to_dense().weight, dense.weight)
+
+
+def test_many_threads_with_more_shapes_than_it_remembers():
+    from concurrent.futures import ThreadPoolExecutor
+
+    dense = dense_conv(1, 2, 3)
+    sparse = SparseConv2d(dense)
+    inputs = [torch.randn(1, 1, 3 + k % (2 * layers._PLANS), 5) for k in range(400)]
+    with torch.inference_mode(False), torch.no_grad():
+        wanted = [dense(x) for x in inputs]
+        with ThreadPoolExecutor(4) as pool:
+            for got, one in zip(pool.map(sparse, inputs), wanted, strict=True):
+                torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernel
+@pytest.mark.parametrize("way", ["functionalize", "vmap", "make_fx", "fake"])
+def test_transformed_it_is_the_dense_layer(way):
+    """Where a tensor has no memory of its own, or what is done with it is recorded."""
+    with torch.inference_mode(False), torch.no_grad():
+        dense = dense_linear(8, 4)
+        sparse, x = SparseLinear(dense), torch.randn(3, 8)
+        sparse(x)  # it knows this shape
+        if way == "functionalize":
+            got = torch.func.functionalize(sparse)(x)
+        elif way == "vmap":
+            got = torch.func.vmap(sparse)(x)
+        elif way == "make_fx":
+            got = make_fx(sparse)(torch.randn(3, 8))(x)
+        else:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                fake = mode.from_tensor(x)
+            assert sparse(fake).shape == (3, 4)
+            return
+        torch.testing.assert_close(got, dense(x))
+
+
+@needs_kernel
+def test_traced_it_is_the_dense_layer():
+    with torch.inference_mode(False), torch.no_grad():
+        dense = dense_conv(4, 8, 3, padding=1)
+        sparse, x = SparseConv2d(dense), torch.randn(2, 4, 9, 9)
+        exported = torch.export.export(sparse, (x,)).module()
+        other = torch.randn(2, 4, 9, 9)
+        torch.testing.assert_close(exported(other), dense(other))
+
+
+@needs_kernel
+@pytest.mark.filterwarnings("ignore")  # the exporter's own
+def test_exported_to_onnx_it_is_the_dense_layer(tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    with torch.inference_mode(False), torch.no_grad():
+        dense, x = dense_linear(8, 4), torch.randn(3, 8)
+        path = tmp_path / "layer.onnx"
+        torch.onnx.export(SparseLinear(dense, relu=True), (x,), dynamo=True, verbose=False).save(
+            path
+        )
+        session = runtime.InferenceSession(path)
+        (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(got), dense(x).relu())

@@ -1,0 +1,521 @@
+"""deploy: the same outputs, the original untouched, and a report that says what was done."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from pdecay.deployment.compact import CompactError
+from pdecay.deployment.layers import kernel as layers_kernel
+from pdecay.deployment.layers.modules import SparseConv2d, SparseLinear
+from pdecay.deployment.runtime import deploying as runtime
+from pdecay.deployment.runtime.deploying import deploy
+from pdecay.lab.models import CNN, GPT, MLP, ResNet
+
+pytestmark = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def mostly_zero(model, sparsity=0.9):
+    """Random zeros, but no unit without a weight: nothing to remove."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(torch.rand(parameter.shape) >= sparsity)
+                flat = parameter.view(len(parameter), -1)
+                for o in range(len(flat)):
+                    flat[o, o % flat.shape[1]] = 0.5
+                for i in range(flat.shape[1]):
+                    flat[i % len(flat), i] = 0.5
+    return model
+
+
+def settled(model, *inputs):
+    """Batch norms that have seen something."""
+    model.train()
+    for _ in range(3):
+        model(*inputs)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 2.0)
+            nn.init.normal_(module.bias)
+    return model
+
+
+def assert_same(deployed, model, *inputs):
+    model.eval()
+    with torch.no_grad():
+        for given in (inputs, tuple(one.flip(0) for one in inputs)):
+            torch.testing.assert_close(deployed(*given), model(*given), rtol=1e-4, atol=1e-5)
+
+
+CASES = {
+    "MLP": lambda: (MLP(64, (32, 16), 10), torch.randn(3, 64)),
+    "CNN": lambda: (CNN(1, 16, (4, 8), 16, 10), torch.randn(3, 1, 16, 16)),
+    "ResNet": lambda: (ResNet(4, (1, 2)), torch.randn(3, 3, 16, 16)),
+    "GPT": lambda: (GPT(20, 16, 2, 2, 16), torch.randint(20, (3, 16))),
+    "a layer": lambda: (nn.Linear(32, 16), torch.randn(3, 32)),
+    "grouped": lambda: (
+        nn.Sequential(nn.Conv2d(4, 8, 3, groups=4), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)),
+        torch.randn(2, 4, 9, 9),
+    ),
+    "batch norm of rows": lambda: (
+        nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU()),
+        torch.randn(5, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_outputs_and_the_original_as_it_was(clock, name):
+    model, x = CASES[name]()
+    model = settled(mostly_zero(model), x)
+    before = copy.deepcopy(model.state_dict())
+    deployed = deploy(model, x)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert deployed.report.chosen == "sparse"
+    assert not any(module.training for module in deployed.modules())
+    assert not any(parameter.requires_grad for parameter in deployed.parameters())
+    assert not {p.data_ptr() for p in deployed.parameters()} & {
+        p.data_ptr() for p in model.parameters()
+    }
+    assert_same(deployed, model, x)
+
+
+def test_batch_norms_and_relus_become_part_of_the_layers(clock):
+    model = settled(mostly_zero(ResNet(4, (1, 2))), torch.randn(3, 3, 16, 16))
+    deployed = deploy(model, torch.randn(1, 3, 16, 16))
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in deployed.modules())
+    assert deployed.report.folded[:2] == ("stem.1", "stages.0.norm1")
+    assert "stem.2" in deployed.report.folded
+    assert isinstance(deployed.stem[0], SparseConv2d)
+    assert deployed.stem[0].relu
+    assert isinstance(deployed.stem[2], nn.Identity)
+    block = deployed.stages[0]
+    assert block.conv1.relu  # a function, as is what follows the other
+    assert block.conv2.relu
+    assert "the sum after stages.0.conv2" in deployed.report.folded
+    assert "18 in all" in str(deployed.report)
+
+
+class ChangesItsInput(nn.Module):
+    """What the second layer reads is changed before the sum that it would take in."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        y = self.first(x)
+        z = self.second(y)
+        y.mul_(-3)
+        return z + y
+
+
+def test_a_sum_is_not_taken_in_where_that_changes_the_outputs(clock):
+    x = torch.randn(2, 4, 8, 8)
+    model = mostly_zero(ChangesItsInput(), 0.5)
+    deployed = deploy(model, x)
+    assert deployed.report.chosen == "sparse"
+    assert deployed.report.folded == ()
+    assert_same(deployed, model, x)
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.sparse = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x):
+        return self.sparse(self.dense(x))
+
+
+def test_dense_layers_hand_on_contiguous_images(clock):
+    model = Mixed()
+    mostly_zero(model.sparse)
+    model.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last)
+    deployed = deploy(model, x)
+    assert [layer.choice for layer in deployed.report.layers] == ["dense", "sparse"]
+    formats = []
+    deployed.sparse.register_forward_pre_hook(lambda _, args: formats.append(args[0]))
+    assert_same(deployed, model, x)
+    assert all(image.is_contiguous() for image in formats)
+    assert_same(pickle.loads(pickle.dumps(deploy(model, x))), model, x)
+    assert not model.dense.weight.is_contiguous()
+
+
+class Odd(nn.Module):
+    """Batch norms and ReLUs of which none may be folded."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.twice = nn.Conv2d(4, 4, 1)
+        self.norm2 = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.last = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = self.norm(y) + y  # y is used twice
+        z = self.norm2(self.twice(z)) + self.twice(z)  # called twice, normed once
+        z = self.relu(self.last(z))
+        return self.relu(self.last(z)) - self.relu(z - 1), y.mean()  # a ReLU of several
+
+
+def test_what_is_used_twice_is_not_folded(clock):
+    x = torch.randn(2, 2, 8, 8)
+    model = settled(mostly_zero(Odd()), x)
+    deployed = deploy(model, x)
+    assert deployed.report.folded == ()
+    model.eval()
+    for got, wanted in zip(deployed(x), model(x), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+class Inplace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 3)
+        )
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_a_relu_in_place_is_folded(clock):
+    x = torch.randn(2, 2, 8, 8)
+    model = settled(mostly_zero(Inplace()), x)
+    deployed = deploy(model, x)
+    assert deployed.report.folded == ("body.1", "body.2")
+    assert_same(deployed, model, x)
+
+
+def test_weights_that_others_use_stay_dense_and_are_named(clock):
+    model = mostly_zero(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True))
+    x = torch.randn(2, 5, 16)
+    deployed = deploy(model, x)
+    why = {layer.name: layer.why for layer in deployed.report.layers}
+    assert why["self_attn.out_proj"] == "a NonDynamicallyQuantizableLinear"
+    assert why["linear1"] == why["linear2"] == "not called on the example"  # a fused path
+    assert_same(deployed, model, x)
+
+    gpt = mostly_zero(GPT(20, 16, 1, 2, 16))
+    deployed = deploy(gpt, torch.randint(20, (1, 16)))
+    (head,) = [layer for layer in deployed.report.layers if layer.name == "head"]
+    assert head.choice == "dense"
+    assert "embedding" in head.why
+    assert isinstance(deployed.layers[0].mlp.expand, SparseLinear)
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read, self.called = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.unused, self.hooked = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scaled, self.short = nn.Linear(8, 8), nn.Linear(8, 8).bfloat16()
+        self.named = nn.Linear(8, 8)
+        self.full, self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        x = nn.functional.linear(self.called(x), self.read.weight) + self.read(x)
+        x = self.scaled(self.hooked(self.named(input=x)))
+        x = self.full(x) + self.short(x.bfloat16()).float()
+        return self.two(self.one(x)).to(self.called.weight.dtype)
+
+
+class Double(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_whatever_speaks_against_a_sparse_layer_is_told(clock):
+    model = mostly_zero(Reads(), 0.7)
+    nn.init.normal_(model.full.weight)
+    model.hooked.register_forward_hook(lambda module, args, output: output + 1)
+    parametrize.register_parametrization(model.scaled, "weight", Double())
+    x = torch.randn(3, 8)
+    deployed = deploy(model, x)
+    why = {layer.name: (layer.choice, layer.why) for layer in deployed.report.layers}
+    assert why["called"] == ("sparse", "2.0x")
+    assert why["read"] == ("dense", "its weight is read by the model")
+    assert why["unused"] == ("dense", "not called on the example")
+    assert why["named"] == ("dense", "called with something else than one tensor")
+    assert why["hooked"] == ("dense", "has hooks")
+    assert why["scaled"] == ("dense", "a ParametrizedLinear")
+    assert why["short"] == ("dense", "of dtype bfloat16")
+    assert why["full"] == ("dense", "few zeros")
+    assert why["one"] == ("dense", "a weight shared by one.weight, two.weight")
+    assert_same(deployed, model, x)
+
+
+def test_a_layer_is_dense_unless_sparse_is_clearly_faster(clock):
+    clock.sparse = 1.9
+    deployed = deploy(mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64))
+    assert {layer.choice for layer in deployed.report.layers} == {"dense"}
+    assert {layer.why for layer in deployed.report.layers} == {"faster"}
+    assert deployed.report.chosen == "smaller"
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ([1.0, 1.0, 2.0], "smaller"),
+        ([1.0, 1.5, 2.0], "dense"),
+        ([2.0, 1.0, 1.01], "sparse"),
+        ([1.0, 1.01, 1.005], "dense"),
+        ([1.0, 0.5, 0.9], "smaller"),
+    ],
+)
+def test_the_fastest_of_the_whole_models_is_returned(clock, times, chosen):
+    clock.model = times
+    model = mostly_zero(MLP(64, (32,), 10))
+    deployed = deploy(model, torch.randn(3, 64))
+    report = deployed.report
+    assert report.chosen == chosen
+    assert report.dense_time == times[0]
+    assert report.deployed_time == times[["dense", "smaller", "sparse"].index(chosen)]
+    is_sparse = isinstance(deployed.layers[1], SparseLinear)
+    assert is_sparse == (chosen == "sparse")
+    if chosen != "sparse":
+        assert {layer.why for layer in report.layers} == {"the whole model is not faster"}
+        assert {layer.choice for layer in report.layers} == {"dense"}
+    assert not {p.data_ptr() for p in deployed.parameters()} & {
+        p.data_ptr() for p in model.parameters()
+    }
+
+
+def test_all_calls_of_a_layer_count_with_their_shapes(clock):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(self.layer(x)) + self.layer(x[:1])
+
+    deployed = deploy(mostly_zero(Twice(), 0.6), torch.randn(3, 8))
+    (layer,) = deployed.report.layers
+    assert (layer.dense_time, layer.sparse_time) == (6.0, 3.0)  # two calls of one shape, one more
+
+
+def test_dead_units_are_removed_first(clock):
+    model = mostly_zero(MLP(16, (12,), 4), 0.5)
+    model.layers[3].weight.data[:, :5] = 0
+    x = torch.randn(2, 16)
+    deployed = deploy(model, x)
+    assert deployed.report.layers[0].shape == (7, 16)
+    assert deployed.report.removed == 5
+    assert_same(deployed, model, x)
+
+
+def test_where_compaction_refuses_the_layers_are_still_chosen(clock, monkeypatch):
+    def refuse(model, example):
+        raise CompactError("too odd")
+
+    monkeypatch.setattr(runtime, "compact", refuse)
+    model, x = mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)
+    deployed = deploy(model, x)
+    assert deployed.report.notes == ("not compacted: too odd",)
+    assert deployed.report.chosen == "sparse"
+    assert_same(deployed, model, x)
+    with pytest.raises(CompactError, match="too odd"):
+        deploy(model, torch.randn(3, 63))
+
+
+class Block(nn.Module):
+    """A residual block of the usual kind: one ReLU for all, in place, and so is the sum."""
+
+    def __init__(self, channels, stride=1):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 8, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(8, 8, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(8)
+        self.downsample = None
+        if channels != 8:
+            short = nn.Conv2d(channels, 8, 1, stride, bias=False)
+            self.downsample = nn.Sequential(short, nn.BatchNorm2d(8))
+
+    def forward(self, x):
+        identity = x
+        out = self.relu(self.norm1(self.conv1(x)))
+        out = self.norm2(self.conv2(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+def test_residual_blocks_in_place(clock, memory):
+    x = torch.randn(2, 4, 16, 16).to(memory_format=memory)
+    model = settled(mostly_zero(nn.Sequential(Block(4, 2), Block(8))), x).to(memory_format=memory)
+    deployed = deploy(model, x)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in deployed.modules())
+    for block in ("0", "1"):
+        for taken in ("ReLU after {}.conv1", "sum after {}.conv2", "ReLU after {}.conv2"):
+            assert f"the {taken.format(block)}" in deployed.report.folded
+    assert_same(deployed, model, x)
+    assert_same(deployed, model, torch.randn(5, 4, 9, 12))
+
+
+class Outsiders(nn.Module):
+    """Layers that are no submodules: kept in a plain list, and made anew in each run."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.hidden = [nn.BatchNorm2d(4).eval(), nn.Conv2d(4, 4, 1)]
+
+    def forward(self, x):
+        norm, conv = self.hidden
+        blur = nn.Conv2d(4, 4, 3, groups=4, bias=False)
+        nn.init.constant_(blur.weight, 1 / 9)
+        return blur(conv(norm(self.conv(x))))
+
+
+def test_layers_that_are_not_the_models_are_left_alone(clock):
+    model, x = mostly_zero(Outsiders(), 0.6), torch.randn(2, 4, 8, 8)
+    deployed = deploy(model, x)
+    assert [layer.name for layer in deployed.report.layers] == ["conv"]
+    assert isinstance(deployed.conv, SparseConv2d)
+    assert_same(deployed, model, x)
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x.sub_(0.5))
+
+
+def test_the_example_stays_as_it_is(clock):
+    x = torch.randn(3, 8)
+    before = x.clone()
+    deployed = deploy(mostly_zero(Centred(), 0.6), x)
+    assert torch.equal(x, before)
+    assert deployed.report.chosen == "sparse"
+
+
+def test_a_model_that_never_repeats_itself_stays_dense(clock):
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(x + torch.rand(()))
+
+    deployed = deploy(mostly_zero(Noisy(), 0.6), torch.randn(3, 8))
+    assert deployed.report.chosen == "dense"
+    assert "not sparse: its outputs differ" in str(deployed.report)
+
+
+def test_a_model_whose_outputs_differ_is_not_deployed(clock, monkeypatch):
+    def wrong(layer, relu=False):
+        made = SparseLinear(layer, relu=relu)
+        made.values.mul_(1.01)
+        return made
+
+    monkeypatch.setattr(runtime, "_sparse", wrong)
+    deployed = deploy(mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64))
+    assert deployed.report.chosen == "smaller"
+    assert "not sparse: its outputs differ by" in deployed.report.notes[0]
+
+
+def test_arguments_of_all_kinds(clock):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, *, scale):
+            return {"y": self.layer(x) * scale}
+
+    model, x = mostly_zero(Two(), 0.6), torch.randn(3, 8)
+    deployed = deploy(model, {"x": x, "scale": torch.tensor(2.0)})
+    got, wanted = (one(x, scale=3.0)["y"] for one in (deployed, model))
+    torch.testing.assert_close(got, wanted)
+    deployed = deploy(mostly_zero(MLP(8, (8,), 2), 0.6), (x,))
+    assert deployed.report.chosen == "sparse"
+
+
+def test_mistakes(clock):
+    with pytest.raises(TypeError, match="deploy needs a"):
+        deploy(3, torch.randn(3))
+    with pytest.raises(TypeError, match="example_inputs must be a tensor"):
+        deploy(nn.Linear(2, 2), 3)
+    model = nn.Linear(2, 2)
+    model.report = "mine"
+    with pytest.raises(ValueError, match="the model has a `report` already"):
+        deploy(model, torch.randn(1, 2))
+    deployed = deploy(mostly_zero(nn.Linear(8, 8)), torch.randn(1, 8))
+    with pytest.raises(ValueError, match="the model is deployed already"):
+        deploy(deployed, torch.randn(1, 8))
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    compiled = nn.Sequential(torch.compile(model))
+    with pytest.raises(TypeError, match="0 is compiled, which hides its layers: deploy the model"):
+        deploy(compiled, torch.randn(1, 2))
+    with pytest.raises(TypeError, match="the model is compiled"):
+        deploy(torch.jit.ScriptModule(), torch.randn(1, 2))
+    masked = prune.random_unstructured(nn.Linear(2, 2), "weight", 0.5)
+    with pytest.raises(CompactError, match=r"remove\(layer, 'weight'\)"):
+        deploy(masked, torch.randn(1, 2))
+
+
+def test_the_report_is_a_table_plain_data_and_travels_with_the_model(clock):
+    model = settled(mostly_zero(CNN(1, 16, (4, 8), 16, 10)), torch.randn(3, 1, 16, 16))
+    deployed = deploy(model, torch.randn(3, 1, 16, 16))
+    report = deployed.report
+    shown = str(report)
+    assert "features.0" in shown
+    assert "sparse: 2.0x" in shown
+    assert "3.00 times as fast, on 1 thread" in shown
+    assert "folded into the layer before: features.1" in shown
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["speedup"] == 3.0
+    assert plain["layers"][0]["choice"] == "sparse"
+    assert report.dense_bytes == sum(
+        tensor.nbytes for tensor in (*model.parameters(), *model.buffers())
+    )
+    assert 0 < report.deployed_bytes < report.dense_bytes
+    again = pickle.loads(pickle.dumps(deployed))
+    assert str(again.report) == shown
+    x = torch.randn(3, 1, 16, 16)
+    assert torch.equal(again(x), deployed(x))
+
+
+def test_without_a_compiler_everything_is_dense(clock, monkeypatch):
+    monkeypatch.setattr(layers_kernel, "available", lambda: "no C compiler found")
+    model, x = mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)
+    deployed = deploy(model, x)
+    assert {layer.why for layer in deployed.report.layers} == {"no C compiler found"}
+    assert_same(deployed, model, x)
+
+
+def test_it_really_measures():
+    deployed = deploy(mostly_zero(MLP(64, (256,), 10), 0.95), torch.randn(1, 64))
+    first = deployed.report.layers[0]
+    assert first.dense_time > 0
+    assert first.sparse_time > 0
+    assert deployed.report.dense_time > 0
+    assert deployed.report.deployed_time <= deployed.report.dense_time

@@ -1,0 +1,84 @@
+"""The benchmark's measuring and reporting, on small tensors; no time is asserted."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from pdecay.lab.bench import steps as bench
+from pdecay.lab.bench import steps_report as bench_report
+from pdecay.lab.bench.steps import Cost, Method
+from pdecay.lab.data.sources import DataError
+from pdecay.lab.models import MLP
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(bench, "MODELS", {"nanoGPT": lambda: MLP(20, [30], 5)})
+
+
+def test_each_method_and_norm_is_measured_on_the_models_shapes(small):
+    methods = bench.adam_methods()
+    chosen = {
+        "AdamW fused": methods["AdamW fused"],
+        "the paper's listing": methods["the paper's listing"],
+        "attach to AdamW fused": methods["attach to AdamW fused"],
+        "PAdam fused": methods["PAdam fused"],
+    }
+    costs = list(bench.steps("nanoGPT", chosen, rounds=3))
+    assert [(cost.method, cost.norm) for cost in costs[:3]] == [
+        ("AdamW fused", ""),
+        ("the paper's listing", "0.8"),
+        ("attach to AdamW fused", "0.8"),
+    ]
+    assert [cost.norm for cost in costs[3:]] == list(bench.NORMS)
+    assert costs[0].ratio == 1
+    assert all(cost.weights == 20 * 30 + 30 + 30 * 5 + 5 for cost in costs)
+    assert all(cost.milliseconds > 0 and cost.extra_bytes >= 0 for cost in costs)
+
+
+def test_sgd_too(small):
+    methods = bench.sgd_methods()
+    del methods["PSGD compiled"]
+    assert len(list(bench.steps("nanoGPT", methods, rounds=2))) == 1 + len(bench.NORMS)
+
+
+def test_growth_has_the_sizes_that_are_asked_for():
+    grown = list(bench.growth([1_000, 10_000], rounds=2))
+    assert [size for size, _ in grown] == [1_000, 1_000, 10_000, 10_000]
+    assert all(abs(cost.weights / size - 1) < 0.1 for size, cost in grown)
+
+
+def test_first_use_is_timed_in_new_processes():
+    assert set(bench.first_use()) == {"cold", "from the cache"}
+
+
+def test_the_report_shows_writes_and_draws_and_loses_nothing_without_data(tmp_path, monkeypatch):
+    def costs(model, methods, rounds, say):
+        for name in methods:
+            for norm in methods[name].norms:
+                yield Cost(model, 1_000_000, name, norm, 1.5, 0.75, 0.0)
+
+    def no_data(iterations, say):
+        raise DataError("no text here. Put it there.")
+
+    monkeypatch.setattr(bench, "steps", costs)
+    monkeypatch.setattr(bench, "training", no_data)
+    console = Console(record=True, width=100)
+    bench_report.run(tmp_path, ["step", "train"], quick=False, console=console)
+    shown = console.export_text()
+    assert "training is left out: no text here. Put it there." in shown
+    assert "PAdam fused" in shown
+    assert "0.75" in shown
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert len(written["steps"]) == 3 * sum(
+        len(method.norms)
+        for methods in (bench.adam_methods(), bench.sgd_methods())
+        for method in methods.values()
+    )
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_method_may_be_held_to_one_path():
+    assert isinstance(bench.adam_methods()["PAdam compiled"], Method)
+    assert bench.adam_methods()["PAdam compiled"].path == "compiled"

@@ -1,0 +1,66 @@
+"""Tiny copies of the data sets, and the real ones where they are."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdecay.lab.data import cifar10
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """An empty PDECAY_DATA, and a cache that is empty too."""
+    place = tmp_path / "data"
+    place.mkdir()
+    monkeypatch.setenv("PDECAY_DATA", str(place))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return place
+
+
+@pytest.fixture
+def idx():
+    """Write an array as an idx file."""
+
+    def write(path: Path, values: np.ndarray) -> bytes:
+        header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
+        raw = header + values.astype(np.uint8).tobytes()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+        return raw
+
+    return write
+
+
+@pytest.fixture
+def batch():
+    """The content of a small CIFAR-10 batch file."""
+
+    def make(rows: int = 20, protocol: int = 4, **changes: object) -> bytes:
+        random = np.random.default_rng(rows)
+        content: dict[bytes, object] = {
+            b"batch_label": b"training batch 1 of 5",
+            b"labels": [i % 10 for i in range(rows)],
+            b"data": random.integers(256, size=(rows, 3072), dtype=np.uint8),
+            b"filenames": [b"a.png"] * rows,
+        }
+        content.update({key.encode(): value for key, value in changes.items()})
+        return pickle.dumps(content, protocol)
+
+    return make
+
+
+@pytest.fixture
+def small_cifar(folder, batch, monkeypatch) -> Path:
+    """CIFAR-10's folder with 20 images in each file."""
+    monkeypatch.setattr(cifar10, "ROWS", 20)
+    place = folder / cifar10.FOLDER
+    place.mkdir()
+    for name in (*cifar10.TRAIN, cifar10.TEST):
+        (place / name).write_bytes(batch())
+    return place

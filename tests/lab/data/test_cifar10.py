@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import struct
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pdecay.lab.data import cifar10
+from pdecay.lab.data import sources as data
+from pdecay.lab.data.sources import DataError
+
+HERE = Path("data_batch_1")
+
+
+def test_load(small_cifar):
+    images = cifar10.load(download=False)
+    assert images.train_x.shape == (100, 3, 32, 32)
+    assert images.train_x.dtype == torch.uint8
+    assert images.test_x.shape == (20, 3, 32, 32)
+    assert images.test_y.tolist() == [i % 10 for i in range(20)]
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_batch_of_any_protocol(batch, protocol):
+    pixels, labels = cifar10.read_batch(batch(protocol=protocol), HERE)
+    expected, _ = cifar10.read_batch(batch(), HERE)
+    assert torch.equal(pixels, expected)
+    assert labels.tolist() == [i % 10 for i in range(20)]
+
+
+def test_a_batch_as_python_2_wrote_it():
+    """The official files: protocol 2, text and pixels as strings of bytes, old module names."""
+
+    def string(text: bytes) -> bytes:
+        return b"U" + bytes([len(text)]) + text
+
+    pixels = bytes(i % 256 for i in range(3072))
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85"
+        + string(b"b")
+        + b"\x87R"
+        b"(K\x01K\x01M" + struct.pack("<H", 3072) + b"\x86"
+        b"cnumpy\ndtype\n" + string(b"u1") + b"K\x00K\x01\x87R"
+        b"(K\x03" + string(b"|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        b"\x89T" + struct.pack("<I", 3072) + pixels + b"tb"
+    )
+    raw = b"\x80\x02}(" + string(b"labels") + b"](K\x07e" + string(b"data") + array + b"u."
+    images, labels = cifar10.read_batch(raw, HERE)
+    assert images.shape == (1, 3, 32, 32)
+    assert images.flatten().tolist() == list(pixels)
+    assert labels.tolist() == [7]
+
+
+class Call:
+    """Pickles as a call."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda mark: Call(os.system, f"touch {mark}"),
+        lambda mark: Call(eval, f"open({str(mark)!r}, 'w')"),
+        lambda mark: Call(exec, f"open({str(mark)!r}, 'w')"),
+        lambda mark: Call(getattr, mark, "touch"),
+        lambda mark: Call(np.save, str(mark), 1),
+        lambda mark: Call(np.fromfile, str(mark)),
+        lambda mark: Call(open, str(mark), "w"),
+    ],
+)
+def test_a_malicious_pickle_runs_nothing(small_cifar, batch, tmp_path, call, protocol):
+    mark = tmp_path / "mark.npy"
+    raw = batch(protocol=protocol, labels=[call(mark)])
+    (small_cifar / "data_batch_3").write_bytes(raw)
+    with pytest.raises(DataError, match="nothing of it was run") as raised:
+        cifar10.load(download=False)
+    assert "data_batch_3" in str(raised.value)
+    assert not mark.exists()
+    mark.unlink(missing_ok=True)
+
+
+def test_a_pickle_with_another_codec_or_an_outside_reference():
+    with pytest.raises(DataError, match="codec 'rot13'"):
+        cifar10.read_batch(b"c_codecs\nencode\n(Vabc\nVrot13\ntR.", HERE)
+    with pytest.raises(DataError, match="outside"):
+        cifar10.read_batch(b"Pabc\n.", HERE)
+
+
+def test_truncation_anywhere(batch):
+    raw = batch(rows=2)
+    for end in range(0, len(raw), 97):
+        with pytest.raises(DataError, match="cannot be unpickled"):
+            cifar10.read_batch(raw[:end], HERE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": [1, 2]}, "rows of 3072 bytes"),
+        ({"data": np.zeros((20, 3071), np.uint8)}, "rows of 3072 bytes"),
+        ({"data": np.zeros((20, 3072), np.float32)}, "rows of 3072 bytes"),
+        ({"data": np.zeros((), np.uint8)}, "rows of 3072 bytes"),
+        ({"labels": [0] * 19}, "are not 20 numbers"),
+        ({"labels": [0] * 19 + [10]}, "are not 20 numbers"),
+        ({"labels": [0] * 19 + [0.5]}, "are not 20 numbers"),
+        ({"labels": None}, "are not 20 numbers"),
+    ],
+)
+def test_other_contents(batch, changes, message):
+    with pytest.raises(DataError, match=message):
+        cifar10.read_batch(batch(**changes), HERE)
+
+
+@pytest.mark.parametrize("content", [[], {}, {b"data": 1}, None])
+def test_another_pickle(content):
+    with pytest.raises(DataError, match="has no b'data'"):
+        cifar10.read_batch(pickle.dumps(content), HERE)
+
+
+def test_a_missing_file(small_cifar):
+    (small_cifar / "test_batch").unlink()
+    with pytest.raises(DataError, match="has no test_batch: unpack"):
+        cifar10.load(download=False)
+
+
+def test_another_number_of_images(small_cifar, batch):
+    (small_cifar / "data_batch_2").write_bytes(batch(rows=10))
+    with pytest.raises(DataError, match=r"data_batch_2 .* 10 images, not 20"):
+        cifar10.load(download=False)
+
+
+def test_altered_labels(small_cifar, batch):
+    (small_cifar / "data_batch_2").write_bytes(
+        batch(labels=[0, 0, *(i % 10 for i in range(2, 20))])
+    )
+    with pytest.raises(DataError, match="labels are not those"):
+        cifar10.load(download=False)
+
+
+def pack(place: Path, archive: Path, monkeypatch, leave_out: str = "") -> None:
+    """Make the archive of a folder, and let its digest be the official one."""
+    with tarfile.open(archive, "w:gz") as tar:
+        evil = tarfile.TarInfo("../evil")
+        evil.size = 4
+        tar.addfile(evil, io.BytesIO(b"evil"))
+        for file in sorted(place.iterdir()):
+            if file.name != leave_out:
+                tar.add(file, f"{cifar10.FOLDER}/{file.name}")
+    for file in place.iterdir():
+        file.unlink()
+    place.rmdir()
+    digest = f"sha256:{hashlib.sha256(archive.read_bytes()).hexdigest()}"
+    monkeypatch.setattr(cifar10, "_REMOTE", replace(cifar10._REMOTE, digest=digest))
+
+
+def test_the_archive_is_read_and_unpacked_nowhere(small_cifar, folder, monkeypatch):
+    pack(small_cifar, folder / "cifar-10-python.tar.gz", monkeypatch)
+    assert len(cifar10.load(download=False).train_y) == 100
+    assert [file.name for file in folder.iterdir()] == ["cifar-10-python.tar.gz"]
+    assert not (folder.parent / "evil").exists()
+
+
+def test_an_altered_archive(small_cifar, folder, monkeypatch):
+    archive = folder / "cifar-10-python.tar.gz"
+    pack(small_cifar, archive, monkeypatch)
+    archive.write_bytes(archive.read_bytes()[:-1])
+    with pytest.raises(DataError, match="sha256 is"):
+        cifar10.load(download=False)
+
+
+def test_an_archive_that_lacks_a_file(small_cifar, folder, monkeypatch):
+    pack(small_cifar, folder / "cifar-10-python.tar.gz", monkeypatch, leave_out="test_batch")
+    with pytest.raises(DataError, match="lacks test_batch"):
+        cifar10.load(download=False)
+
+
+def test_an_archive_cut_short_that_has_the_digest(small_cifar, folder, monkeypatch):
+    archive = folder / "cifar-10-python.tar.gz"
+    pack(small_cifar, archive, monkeypatch)
+    archive.write_bytes(archive.read_bytes()[:5000])
+    monkeypatch.setattr(data, "check_digest", lambda *_: None)
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        cifar10.load(download=False)
+
+
+def test_download(small_cifar, folder, tmp_path, monkeypatch):
+    archive = tmp_path / "cifar-10-python.tar.gz"
+    pack(small_cifar, archive, monkeypatch)
+    remote = replace(cifar10._REMOTE, urls=(archive.as_uri(),))
+    monkeypatch.setattr(cifar10, "_REMOTE", remote)
+    assert len(cifar10.load().train_y) == 100
+    assert (data.cache_folder() / "cifar-10-python.tar.gz").exists()
+
+
+def test_what_is_nowhere(folder):
+    with pytest.raises(DataError, match=r"CIFAR-10 was not found in .*Put cifar-10-python.tar.gz"):
+        cifar10.load(download=False)
+
+
+def test_the_real_files():
+    try:
+        images = cifar10.load(download=False)
+    except DataError as error:
+        if "was not found" not in str(error):
+            raise
+        pytest.skip(str(error))
+    assert images.train_x.shape == (50_000, 3, 32, 32)
+    assert images.test_x.shape == (10_000, 3, 32, 32)
+    mean = images.train_x[:5000].double().mean(dim=(0, 2, 3)) / 255
+    assert mean.tolist() == pytest.approx([0.491, 0.482, 0.447], abs=0.01)

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from pdecay.lab.data import fashion
+from pdecay.lab.data import sources as data
+from pdecay.lab.data.sources import DataError
+
+SHAPES = {
+    "train-images-idx3-ubyte": (30, 28, 28),
+    "train-labels-idx1-ubyte": (30,),
+    "t10k-images-idx3-ubyte": (10, 28, 28),
+    "t10k-labels-idx1-ubyte": (10,),
+}
+
+
+@pytest.fixture
+def small(folder, idx, monkeypatch):
+    """Fashion-MNIST with 30 + 10 images, and digests to fit; one of the files is not gzip."""
+    files = []
+    for name, shape in SHAPES.items():
+        values = np.random.default_rng(0).integers(10, size=shape)
+        file = name if name == "t10k-labels-idx1-ubyte" else f"{name}.gz"
+        raw = idx(folder / "fashion-mnist" / file, values)
+        files.append((name, shape, "no md5", hashlib.sha256(raw).hexdigest()))
+    monkeypatch.setattr(fashion, "_FILES", tuple(files))
+    monkeypatch.setattr(fashion, "DEBIAN", folder / "no package")
+    return folder / "fashion-mnist"
+
+
+def test_load(small):
+    images = fashion.load(download=False)
+    assert images.train_x.shape == (30, 1, 28, 28)
+    assert images.test_x.dtype == torch.uint8
+    assert images.train_y.tolist() == np.random.default_rng(0).integers(10, size=30).tolist()
+
+
+@pytest.mark.parametrize("place", ["fashion", "FashionMNIST/raw", "."])
+def test_load_from_other_places(small, place):
+    (small.parent / place).mkdir(parents=True, exist_ok=True)
+    for file in list(small.iterdir()):
+        file.rename(small.parent / place / file.name)
+    assert len(fashion.load(download=False).test_y) == 10
+
+
+def test_load_from_debians_package(small, monkeypatch):
+    label = small / "t10k-labels-idx1-ubyte"
+    label.with_name(f"{label.name}.gz").write_bytes(gzip.compress(label.read_bytes()))
+    label.unlink()
+    package = small.parent / "package"
+    small.rename(package)
+    monkeypatch.setattr(fashion, "DEBIAN", package)
+    assert len(fashion.load(download=False).test_y) == 10
+
+
+@pytest.mark.parametrize("values", [np.arange(6), np.arange(24).reshape(2, 3, 4)])
+@pytest.mark.parametrize("file", ["a", "a.gz"])
+def test_read_idx(tmp_path, idx, values, file):
+    idx(tmp_path / file, values)
+    assert fashion.read_idx(tmp_path / file).tolist() == values.tolist()
+
+
+HEADER = struct.pack(">HBB3I", 0, 8, 3, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "no idx magic"),
+        (b"\0\0", "no idx magic"),
+        (b"<html>not found</html>", "no idx magic"),
+        (b"\0\0\x0d\x01" + bytes(8), "type 0x0d"),
+        (b"\0\0\x08\x00", "0 dimensions is not whole"),
+        (HEADER[:10], "3 dimensions is not whole"),
+        (HEADER + bytes(7), "promises 8 bytes"),
+        (HEADER + bytes(9), "promises 8 bytes"),
+        (struct.pack(">HBB3I", 0, 8, 3, *[2**32 - 1] * 3) + bytes(1), "promises"),
+        (gzip.compress(HEADER + bytes(8), mtime=0)[:-9], "gzip says"),
+        (gzip.compress(HEADER + bytes(8), mtime=0)[:-8] + bytes(8), "gzip says"),
+        (b"\x1f\x8b" + bytes(20), "gzip says"),
+    ],
+)
+def test_damage_is_named(tmp_path, raw, message):
+    path = tmp_path / "file.gz"
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=message) as raised:
+        fashion.read_idx(path)
+    assert str(path) in str(raised.value)
+    assert "delete it" in str(raised.value)
+
+
+def test_one_altered_pixel(small, idx):
+    path = small / "t10k-labels-idx1-ubyte"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match="sha256 of its content"):
+        fashion.load(download=False)
+
+
+def test_other_data_of_the_same_name(small, idx):
+    idx(small / "train-labels-idx1-ubyte.gz", np.zeros(29))
+    with pytest.raises(DataError, match=r"its shape is \(29,\), not \(30,\)"):
+        fashion.load(download=False)
+
+
+def test_what_is_missing_is_downloaded_and_kept(small, monkeypatch):
+    source = small.parent.parent / "server"
+    small.rename(source)
+    label = source / "t10k-labels-idx1-ubyte"
+    label.with_name(f"{label.name}.gz").write_bytes(gzip.compress(label.read_bytes()))
+    files = [
+        (name, shape, hashlib.md5((source / f"{name}.gz").read_bytes()).hexdigest(), sha256)
+        for name, shape, _, sha256 in fashion._FILES
+    ]
+    monkeypatch.setattr(fashion, "_FILES", tuple(files))
+    monkeypatch.setattr(fashion, "_URLS", (f"{source.as_uri()}/",))
+    assert len(fashion.load().test_y) == 10
+    monkeypatch.setattr(fashion, "_URLS", ())
+    assert len(fashion.load().test_y) == 10
+    assert len(list((data.cache_folder() / "fashion-mnist").iterdir())) == 4
+
+
+def test_what_is_nowhere(small, folder, monkeypatch):
+    for file in small.iterdir():
+        file.unlink()
+    monkeypatch.setattr(fashion, "_URLS", ("http://127.0.0.1:9/",))
+    with pytest.raises(DataError, match="apt-get install dataset-fashion-mnist") as raised:
+        fashion.load()
+    assert "could not download train-images-idx3-ubyte.gz" in str(raised.value)
+    assert f"into {folder}" in str(raised.value)
+
+
+def test_the_real_files():
+    try:
+        images = fashion.load(download=False)
+    except DataError as error:
+        if "was not found" not in str(error):
+            raise
+        pytest.skip(str(error))
+    assert images.train_x.shape == (60_000, 1, 28, 28)
+    assert images.test_x.shape == (10_000, 1, 28, 28)
+    assert torch.bincount(images.train_y).tolist() == [6000] * 10
+    assert images.train_y[:10].tolist() == [9, 0, 0, 3, 0, 2, 7, 2, 5, 5]

@@ -1,0 +1,69 @@
+"""What the report's tests share: pages that were made once, and a browser to open them in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdecay.lab.report import page
+from pdecay.lab.report.payload import payload
+from pdecay.lab.report.study import Study, studies
+from pdecay.lab.report.style import Style
+from pdecay.lab.train.records import Record
+
+from .browser import Browser, find
+from .synthetic import MLP, record, sweep
+
+
+@pytest.fixture
+def study() -> Callable[..., Study]:
+    """The one study that some records make."""
+
+    def make(*made: Record) -> Study:
+        (found,) = studies(made)
+        return found
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def swept() -> Study:
+    """A sweep over three seeds."""
+    (found,) = studies(sweep((0, 1, 2)))
+    return found
+
+
+@pytest.fixture(scope="session")
+def several() -> list[Record]:
+    """Two tasks: a sweep of one seed, and four runs of a small network, one of which diverged."""
+    small: dict[str, Any] = {"task": "digits", "scale": "quick", "steps": 600, "layers": MLP}
+    return [
+        *sweep(),
+        *(record("padam", p=0.8, lam=lam, **small) for lam in (0.01, 0.03)),
+        record("padam", p=0.5, lam=0.01, **small),
+        record("padam", p=0.5, lam=10.0, diverged=True, **small),
+    ]
+
+
+@pytest.fixture
+def html(tmp_path: Path) -> Callable[[Sequence[Record]], Path]:
+    """Write the page alone, without figures and tables, and give its path."""
+
+    def make(made: Sequence[Record]) -> Path:
+        path = tmp_path / "page.html"
+        path.write_text(page.page(payload([Style(study) for study in studies(made)])))
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find()
+    if program is None:
+        pytest.skip("no Chromium: install one, or name it in the environment variable CHROMIUM")
+    with Browser(program, tmp_path_factory.mktemp("profile")) as started:
+        yield started

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdecay._utils import files
+from pdecay._utils.files import remove_unfinished, replacing
+from pdecay.lab.train import records
+from pdecay.lab.train.records import RecordError, run_id
+
+SETTINGS = {
+    "task": "digits",
+    "scale": "quick",
+    "method": "padam",
+    "seed": 0,
+    "lr": 0.003,
+    "steps": 600,
+    "options": {"p": 0.8, "lam": 0.02},
+}
+
+
+def record(**settings) -> dict:
+    settings = {**SETTINGS, **settings}
+    return {
+        "schema": 1,
+        "id": run_id(settings),
+        "settings": settings,
+        "result": {
+            "accuracy": 97.5,
+            "loss": 0.1,
+            "sparsity": 0.75,
+            "tradeoff": 98.25,
+            "total_sparsity": 0.5,
+            "weights": 8,
+            "layers": [{"name": "w", "shape": [2, 4], "size": 8, "zeros": 6}],
+        },
+        "curve": [
+            {
+                "step": 0,
+                "lr": 0.001,
+                "train_loss": None,
+                "accuracy": 10.0,
+                "loss": 2.3,
+                "sparsity": 0,
+            }
+        ],
+        "status": "ok",
+        "environment": {"torch": "2.13", "threads": 1},
+        "timing": {"seconds": 1.5},
+    }
+
+
+def test_what_is_written_is_read(tmp_path):
+    wanted = [record(seed=seed) for seed in range(3)]
+    path = tmp_path / "some.jsonl"
+    records.write(path, wanted)
+    assert records.read(path) == records.read(str(path)) == records.read([path]) == wanted
+    assert len(path.read_text().splitlines()) == 3
+    records.write(path, wanted[:1])
+    assert records.read(path) == wanted[:1]
+    assert os.listdir(tmp_path) == ["some.jsonl"]
+
+
+def test_folders_are_searched_and_the_same_run_is_given_once(tmp_path):
+    one, other = record(), record(seed=1)
+    moved = {**one, "timing": {"seconds": 9.0}, "environment": {"torch": "3"}}
+    better = copy.deepcopy(one)
+    better["result"]["accuracy"] = 98.0
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    records.write(tmp_path / "records.jsonl", [one, other])
+    records.write(tmp_path / "runs" / "a" / "record.jsonl", [moved])
+    assert records.read(tmp_path) == [one, other]
+    assert records.read([tmp_path, tmp_path / "records.jsonl"]) == [one, other]
+    records.write(tmp_path / "runs" / "a" / "record.jsonl", [better])
+    assert records.read(tmp_path) == [one, other, better]  # same settings, another result
+
+
+def test_the_id_is_made_of_the_settings():
+    assert run_id(SETTINGS) == run_id(dict(reversed(SETTINGS.items())))
+    assert run_id(SETTINGS) == "daee2b2ac184b35a"  # the same on every machine, for good
+    assert len({run_id({**SETTINGS, "seed": seed}) for seed in range(50)}) == 50
+
+
+def test_the_trade_off_is_the_papers():
+    assert records.tradeoff(94.25, 0.75) == 95.0
+
+
+plain = st.none() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+
+
+@settings(deadline=None)  # on a busy machine
+@given(seed=st.integers(0, 2**40), lr=st.floats(0, 1), options=st.dictionaries(st.text(), plain))
+def test_every_number_comes_back_to_the_last_bit(tmp_path_factory, seed, lr, options):
+    path = tmp_path_factory.mktemp("records") / "one.jsonl"
+    wanted = record(seed=seed, lr=lr, options=options)
+    records.write(path, [wanted])
+    (found,) = records.read(path)
+    assert json.dumps(found) == json.dumps(wanted)
+
+
+def changed(*path, to) -> dict:
+    one = record()
+    inner = one
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = to
+    if path[0] == "settings" and isinstance(one["settings"], dict):
+        one["id"] = run_id(one["settings"])
+    return one
+
+
+def without(*path) -> dict:
+    one = record()
+    inner = one
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return one
+
+
+BAD = [
+    ([1, 2], "no pdecay record"),
+    ({"step": 1}, "no pdecay record"),
+    (changed("schema", to=2), "written by a newer pdecay.*upgrade"),
+    (changed("schema", to="1"), "schema must be a whole number >= 1, got '1'"),
+    (changed("schema", to=0), "schema must be"),
+    (without("result"), "record lacks 'result'"),
+    (without("settings", "lr"), "settings lacks 'lr'"),
+    (changed("settings", to=3), "'settings' must be dict, got 3"),
+    (changed("settings", "seed", to=1.5), "'seed' must be int, got 1.5"),
+    (changed("settings", "steps", to=True), "'steps' must be int, got True"),
+    (changed("result", "accuracy", to="high"), "'accuracy' must be int or float or null"),
+    (changed("result", "layers", 0, "zeros", to=None), r"result.layers\[0\]'s 'zeros' must be int"),
+    (changed("curve", 0, to=7), r"curve\[0\] must be an object, got 7"),
+    (changed("status", to="fine"), "status must be one of ok, diverged, got 'fine'"),
+    (changed("id", to="0" * 16), "id '0000000000000000' is not that of its settings"),
+]
+
+
+@pytest.mark.parametrize(("bad", "told"), BAD)
+def test_what_is_no_record_is_told_by_file_and_line(tmp_path, bad, told):
+    path = tmp_path / "some.jsonl"
+    path.write_text(json.dumps(record()) + "\n\n" + json.dumps(bad) + "\n")
+    with pytest.raises(RecordError, match=rf"some.jsonl, line 3: .*{told}"):
+        records.read(tmp_path)
+    with pytest.raises(RecordError, match=told):
+        records.write(tmp_path / "new.jsonl", [bad])
+    assert not (tmp_path / "new.jsonl").exists()
+
+
+@pytest.mark.parametrize("text", ['{"schema": 1, "id": "ab', '{"schema": NaN}', "<html>"])
+def test_a_torn_line(tmp_path, text):
+    (tmp_path / "some.jsonl").write_text(text)
+    with pytest.raises(RecordError, match=r"some.jsonl, line 1 is not JSON .*run it again"):
+        records.read(tmp_path)
+
+
+def test_a_number_that_is_not_finite_is_not_written(tmp_path):
+    path = tmp_path / "some.jsonl"
+    records.write(path, [record()])
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        records.write(path, [changed("result", "loss", to=float("nan"))])
+    assert records.read(path) == [record()]
+
+
+def test_paths_that_lead_nowhere(tmp_path):
+    with pytest.raises(RecordError, match="does not exist: give a file of records"):
+        records.read(tmp_path / "nothing")
+    with pytest.raises(RecordError, match=r"has no records \(\*.jsonl\) in it"):
+        records.read(tmp_path)
+    (tmp_path / "some.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecordError, match="is not text"):
+        records.read(tmp_path)
+    (tmp_path / "some.jsonl").unlink()
+    (tmp_path / "some.jsonl").mkdir()
+    with pytest.raises(RecordError, match="cannot be read"):
+        records.read(tmp_path)
+
+
+WRITER = """
+import runpy, sys
+from pathlib import Path
+replacing = runpy.run_path(sys.argv[2])["replacing"]  # without torch, which takes a while
+path = Path(sys.argv[1])
+for size in range(10**9):
+    with replacing(path) as file:
+        for _ in range(50):
+            file.write(bytes([size % 251]) * 20_000)
+    print(flush=True)
+"""
+
+
+def test_a_file_is_whole_whenever_its_writer_is_killed(tmp_path):
+    path = tmp_path / "file"
+    for _ in range(8):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), files.__file__],
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        with writer:
+            for _ in range(3):
+                writer.stdout.readline()
+            writer.send_signal(signal.SIGKILL)
+        content = path.read_bytes()
+        assert len(content) == 1_000_000
+        assert len(set(content)) == 1
+
+
+def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write():
+        with replacing(path) as file:
+            file.write(b"new")
+            raise RuntimeError("midway")
+
+    with pytest.raises(RuntimeError, match="midway"):
+        write()
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+    (tmp_path / ".file.123.part").write_text("left by a killed process")
+    remove_unfinished(tmp_path)
+    assert os.listdir(tmp_path) == ["file"]

@@ -1,0 +1,368 @@
+"""The loop: what a record says, going on after a stop, and one clear error for what cannot be."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from pdecay.lab.methods import METHODS, Run
+from pdecay.lab.models import MLP
+from pdecay.lab.train import records, training
+from pdecay.lab.train.schedule import lr_factor
+from pdecay.lab.train.training import RunError, Settings, StoppedError, train
+
+STEPS = 40
+# Settings at which every method has zeros to remember after 40 steps.
+OPTIONS = {
+    "padam": {"lam": 0.3},
+    "elastic": {"lam": 0.3, "l2": 0.1},
+    "mp": {"threshold": 0.05},
+    "dwf": {"depth": 4, "lam": 1e-2, "lr": 0.05},
+    "l1": {"lam": 0.3},
+}
+
+
+def settings_of(method, **more) -> Settings:
+    options = {"lr": 0.01, **OPTIONS.get(method, {}), **more}
+    return Settings.of("digits", method, scale="quick", steps=STEPS, **options)
+
+
+def in_pieces(settings, folder, every, **options):
+    """Train with a stop after every so many steps; how often it went on."""
+    pieces = 0
+    while True:
+        counter = itertools.count(1)
+        try:
+            record = train(settings, folder, stop=lambda c=counter: next(c) == every, **options)
+        except StoppedError:
+            pieces += 1
+        else:
+            return record, pieces
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_in_pieces_is_the_same_to_the_last_bit(tmp_path, same, method):
+    settings = settings_of(method)
+    whole = train(settings, tmp_path / "whole")
+    assert (whole["result"]["sparsity"] > 0.1) == (method != "adamw")
+    pieces, count = in_pieces(settings, tmp_path / "pieces", every=7)
+    assert count == 5
+    assert records.essence(pieces) == records.essence(whole)
+    assert pieces["timing"]["resumed"] == 5
+    weights = [
+        torch.load(tmp_path / name / training.WEIGHTS, weights_only=True)
+        for name in ("whole", "pieces")
+    ]
+    assert same(*weights)
+    assert sorted(os.listdir(tmp_path / "pieces")) == [".lock", "record.jsonl", "weights.pt"]
+
+
+def test_a_network_with_batch_norm_and_dropout_in_pieces(tmp_path, monkeypatch, digits):
+    def build():
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.3), nn.Flatten(), nn.Linear(144, 10)
+        )
+
+    monkeypatch.setattr(training, "_job", lambda *_: replace(digits, build=build))
+    settings = settings_of("target")
+    whole = train(settings, tmp_path / "whole")
+    pieces, _ = in_pieces(settings, tmp_path / "pieces", every=9)
+    assert records.essence(pieces) == records.essence(whole)
+
+
+def test_the_record(tmp_path):
+    settings = settings_of("padam", seed=3)
+    generator = torch.get_rng_state()
+    record = train(settings, tmp_path, threads=1)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert records.read(tmp_path) == [record]
+    assert record["settings"] == settings.to_dict()
+    assert record["id"] == settings.id
+    assert record["status"] == "ok"
+    result, curve = record["result"], record["curve"]
+    assert [layer["shape"] for layer in result["layers"]] == [[300, 64], [100, 300], [10, 100]]
+    assert result["weights"] == sum(layer["size"] for layer in result["layers"]) == 50_200
+    zeros = sum(layer["zeros"] for layer in result["layers"])
+    assert result["sparsity"] == zeros / 50_200 == curve[-1]["sparsity"]
+    assert result["total_sparsity"] < result["sparsity"]
+    assert result["tradeoff"] == result["accuracy"] + result["sparsity"]
+    assert [point["step"] for point in curve] == list(range(0, 41, 2))
+    assert curve[0]["train_loss"] is None
+    assert curve[0]["accuracy"] < 40 < curve[-1]["accuracy"]
+    warmup = 2  # 30 of 600, as the task has it
+    for point in curve[:-1]:
+        assert point["lr"] == pytest.approx(0.01 * lr_factor(point["step"], STEPS, warmup))
+    assert record["environment"]["threads"] == 1
+    assert record["environment"]["device"] == "cpu"
+    assert record["environment"]["kernel"] in ("native", "torch")
+    assert "before" not in record["environment"]
+    assert record["environment"]["torch"] == torch.__version__
+    assert record["timing"]["resumed"] == 0
+    assert record["timing"]["started"] <= record["timing"]["finished"]
+    saved = torch.load(tmp_path / training.WEIGHTS, weights_only=True)
+    model = MLP(64, (300, 100), 10)
+    model.load_state_dict(saved)
+    assert sum(int((p == 0).sum()) for p in model.parameters() if p.ndim == 2) == zeros
+
+
+def test_the_seed_and_nothing_else_decides(tmp_path):
+    torch.manual_seed(1)
+    one = train(settings_of("dwf"), tmp_path / "one")
+    torch.manual_seed(2)
+    again = train(settings_of("dwf"), tmp_path / "again")
+    other = train(settings_of("dwf", seed=1), tmp_path / "other")
+    assert records.essence(one) == records.essence(again)
+    assert one["result"] != other["result"]
+
+
+def test_a_finished_run_is_given_at_once(tmp_path, monkeypatch):
+    record = train(settings_of("adamw"), tmp_path)
+    (tmp_path / training.CHECKPOINT).write_bytes(b"left by a kill just before it was deleted")
+    monkeypatch.setattr(training, "Session", lambda *_, **__: pytest.fail("it trained again"))
+    assert train(settings_of("adamw"), tmp_path) == record
+    assert not (tmp_path / training.CHECKPOINT).exists()
+
+
+def test_progress_is_told(tmp_path):
+    told = []
+
+    class Listener:
+        def begin(self, settings, step):
+            told.append(("begin", step))
+
+        def step(self, step, loss):
+            told.append(("step", step))
+            assert 0 < loss < 10
+
+        def point(self, point):
+            told.append(("point", point["step"]))
+
+    def stop():
+        return told[-1] == ("step", 5)
+
+    settings = settings_of("adamw")
+    with pytest.raises(StoppedError, match="stopped at step 5 of 40"):
+        train(settings, tmp_path, progress=Listener(), stop=stop)
+    assert told[:4] == [("begin", 0), ("point", 0), ("step", 1), ("step", 2)]
+    told.clear()
+    train(settings, tmp_path, progress=Listener())
+    assert told[:2] == [("begin", 5), ("step", 6)]
+    assert told[-2:] == [("step", 40), ("point", 40)]
+
+
+def test_a_stop_at_the_last_step_is_a_finish(tmp_path):
+    counter = itertools.count(1)
+    record = train(settings_of("adamw"), tmp_path, stop=lambda: next(counter) == STEPS)
+    assert record["curve"][-1]["step"] == STEPS
+
+
+def test_one_step_is_a_run(tmp_path):
+    record = train(replace(settings_of("target"), steps=1), tmp_path)
+    assert [point["step"] for point in record["curve"]] == [0, 1]
+
+
+@pytest.mark.parametrize("in_pieces_of", [None, 3])
+def test_a_run_that_diverges(tmp_path, monkeypatch, digits, in_pieces_of):
+    class Spoiled(type(digits)):
+        def loss(self, model, batch):
+            loss = super().loss(model, batch)
+            total = sum(param.abs().sum().item() for param in model.parameters())
+            seen.append(total)
+            return loss * torch.inf if len(seen) % 12 == 11 else loss
+
+    seen = []
+    spoiled = Spoiled(**{name: getattr(digits, name) for name in digits.__dataclass_fields__})
+    monkeypatch.setattr(training, "_job", lambda *_: spoiled)
+    settings = settings_of("padam")
+    if in_pieces_of:
+        record, _ = in_pieces(settings, tmp_path, in_pieces_of)
+    else:
+        record = train(settings, tmp_path)
+    assert record["status"] == "diverged"
+    assert [point["step"] for point in record["curve"]] == [0, 2, 4, 6, 8, 10]
+    assert record["curve"][-1]["accuracy"] > 10  # the step after it was the one too much
+    result = record["result"]
+    assert (result["accuracy"], result["loss"], result["tradeoff"]) == (None, None, None)
+    assert result["weights"] == 50_200
+    assert records.read(tmp_path) == [record]
+
+
+def test_a_learning_rate_far_too_high_diverges_and_is_still_a_record(tmp_path):
+    record = train(replace(settings_of("adamw"), lr=1e30), tmp_path)
+    assert record["status"] == "diverged"
+    assert json.loads((tmp_path / training.RECORD).read_text()) == record
+
+
+def test_the_last_step_may_be_the_one_too_much(tmp_path, monkeypatch, digits):
+    class Blind(type(digits)):
+        def evaluate(self, model, batches=None):
+            return {"accuracy": 10.0, "loss": float("nan")}
+
+    blind = Blind(**{name: getattr(digits, name) for name in digits.__dataclass_fields__})
+    monkeypatch.setattr(training, "_job", lambda *_: blind)
+    record = train(settings_of("adamw"), tmp_path)
+    assert record["status"] == "diverged"
+    assert [point["step"] for point in record["curve"]] == [0]  # no use in going on
+
+
+def stopped_at(settings, folder, step, **options):
+    counter = itertools.count(1)
+    with pytest.raises(StoppedError):
+        train(settings, folder, stop=lambda: next(counter) == step, **options)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_other_settings_are_refused_by_name(tmp_path, finished):
+    settings = settings_of("padam")
+    if finished:
+        train(settings, tmp_path)
+    else:
+        stopped_at(settings, tmp_path, 5)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    other = Settings.of("digits", "padam", scale="quick", steps=STEPS, lr=0.02, lam=0.1)
+    with pytest.raises(
+        RunError,
+        match=r"has a run of other settings \(lr is 0.01 there and 0.02 here; lam is 0.3 there "
+        r"and 0.1 here\): choose another folder, or delete",
+    ):
+        train(other, tmp_path)
+    with pytest.raises(RunError, match="method is 'padam' there and 'gmp' here"):
+        train(settings_of("gmp"), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_run_keeps_its_threads_and_its_device(tmp_path):
+    settings = settings_of("padam")
+    stopped_at(settings, tmp_path, 5, threads=2)
+    assert torch.get_num_threads() == 1
+    with pytest.raises(RunError, match=r"started with threads 2.* ask for 2, not 1, or choose"):
+        train(settings, tmp_path, threads=1)
+    with pytest.raises(RunError, match=r"started with device 'cpu'.* not 'meta'"):
+        train(settings, tmp_path, device="meta")
+    record = train(settings, tmp_path)
+    assert record["environment"]["threads"] == 2
+    assert torch.get_num_threads() == 1
+
+
+def test_a_run_goes_on_by_the_kernel_that_it_started_with(tmp_path, monkeypatch):
+    settings = settings_of("padam")
+    stopped_at(settings, tmp_path, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "_kernel", lambda optimizer: "abacus")
+        with pytest.raises(RunError, match=r"took its steps by .* and would .* by abacus"):
+            train(settings, tmp_path)
+    assert train(settings, tmp_path)["timing"]["resumed"] == 1
+
+
+def test_a_run_that_goes_on_elsewhere_says_so(tmp_path, monkeypatch):
+    settings = settings_of("padam")
+    stopped_at(settings, tmp_path, 5)
+    here = training.bench.machine()
+    monkeypatch.setattr(training.bench, "machine", lambda: {**here, "processor": "Z80"})
+    environment = train(settings, tmp_path)["environment"]
+    assert environment["processor"] == "Z80"
+    assert [one["processor"] for one in environment["before"]] == [here["processor"]]
+
+
+def test_a_run_that_comes_home_says_where_it_was(tmp_path, monkeypatch):
+    settings = settings_of("padam")
+    home = training.bench.machine()
+    for processor in (home["processor"], "Z80"):
+        monkeypatch.setattr(training.bench, "machine", lambda p=processor: {**home, "processor": p})
+        stopped_at(settings, tmp_path, 5)
+    monkeypatch.setattr(training.bench, "machine", lambda: home)
+    environment = train(settings, tmp_path)["environment"]
+    assert environment["processor"] == home["processor"]
+    assert [one["processor"] for one in environment["before"]] == [home["processor"], "Z80"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"threads": 0}, "threads must be a whole number >= 1, got 0"),
+        ({"threads": 1.5}, "threads must be a whole number >= 1, got 1.5"),
+        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used here"),
+        ({"device": "abacus"}, "device 'abacus' cannot be used here"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_written(tmp_path, options, told):
+    with pytest.raises((TypeError, ValueError), match=told):
+        train(settings_of("padam"), tmp_path / "new", **options)
+    assert not (tmp_path / "new").exists()
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+@pytest.mark.parametrize("content", ["cut", "text", "empty", "malicious", "no run", "a list"])
+def test_a_checkpoint_that_is_none(tmp_path, monkeypatch, content):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / training.CHECKPOINT
+    settings = settings_of("padam")
+    if content == "cut":
+        stopped_at(settings, tmp_path, 5)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+    elif content in ("text", "empty"):
+        path.write_text("hello" if content == "text" else "")
+    else:
+        things = {"malicious": Malicious(), "no run": {"a": 1}, "a list": [1, 2]}
+        torch.save(things[content], path)
+    with pytest.raises(RunError, match=r"checkpoint.pt is no checkpoint .* delete it to start"):
+        train(settings, tmp_path)
+    assert not (tmp_path / "pwned").exists()
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from pdecay._utils.files import lock
+with lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_two_processes_never_train_in_one_folder(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match=r"another process is at work in .*: wait for it, or"):
+            train(settings_of("padam"), tmp_path)
+        assert os.listdir(tmp_path) == [".lock"]
+        holder.kill()
+    train(replace(settings_of("padam"), steps=2), tmp_path)  # the lock went with its holder
+
+
+@pytest.mark.parametrize("thing", [object(), lambda: 0, nn.Linear(1, 1), {"a": [Malicious()]}])
+def test_a_state_that_could_not_be_loaded_is_told_before_the_training(tmp_path, thing, monkeypatch):
+    class Bad(Run):
+        def state_dict(self):
+            return {"thing": thing}
+
+    monkeypatch.chdir(tmp_path)
+    adamw = METHODS["adamw"]
+    monkeypatch.setattr(
+        adamw, "start", lambda self, model, *_: Bad(torch.optim.SGD(model.parameters()))
+    )
+    with pytest.raises(TypeError, match=r"state_dict\(\) of AdamWMethod's run must hold numbers"):
+        train(settings_of("adamw"), tmp_path)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_what_a_kill_left_half_written_is_removed(tmp_path):
+    (tmp_path / ".checkpoint.pt.4711.part").write_bytes(b"half")
+    train(replace(settings_of("padam"), steps=2), tmp_path)
+    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob(".*.part"))

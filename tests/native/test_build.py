@@ -1,0 +1,246 @@
+"""Building a kernel: where it is kept, what can go wrong, and what it leaves alone."""
+
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from pdecay._native import build
+
+pytestmark = pytest.mark.usefixtures("needs_native")
+
+LOAD = "from pdecay._native.build import load; load('step'); print('loaded')"
+TRY = """
+from pdecay._native.build import KernelUnavailable, load
+for _ in range(2):
+    try:
+        load('step')
+        print('loaded')
+    except KernelUnavailable as reason:
+        print('unavailable:', reason)
+"""
+
+
+def environment(cache, **changes):
+    result = {name: value for name, value in os.environ.items() if name != "CC"}
+    return result | {"PDECAY_CACHE": str(cache)} | {k: str(v) for k, v in changes.items()}
+
+
+def run(code, cache, **changes):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment(cache, **changes),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A cache with the kernel in it."""
+    cache = tmp_path_factory.mktemp("cache")
+    assert run(LOAD, cache) == "loaded"
+    return cache
+
+
+def libraries(cache):
+    return sorted(Path(cache, "kernels").glob("*"))
+
+
+def test_the_cache_is_private_and_holds_one_library(filled):
+    folder = filled / "kernels"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [path.suffix for path in libraries(filled)] == [".so"]
+
+
+def test_a_cached_library_is_not_compiled_again(filled):
+    (library,) = libraries(filled)
+    before = library.stat()
+    assert run(LOAD, filled) == "loaded"
+    after = library.stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def damaged(content, damage):
+    return {
+        "half": content[: len(content) // 2],
+        "empty": b"",
+        "garbage": os.urandom(5000),
+        "flipped": content[:3000] + bytes([content[3000] ^ 255]) + content[3001:],
+        "longer": content + b"more",
+    }[damage]
+
+
+@pytest.mark.parametrize("damage", ["half", "empty", "garbage", "flipped", "longer"])
+def test_a_damaged_library_is_not_opened(filled, tmp_path, damage):
+    (library,) = libraries(filled)
+    copy = tmp_path / library.name
+    copy.write_bytes(library.read_bytes())
+    assert build._open(copy) is not None
+    copy.unlink()  # a new file: the one that is open must not change
+    copy.write_bytes(damaged(library.read_bytes(), damage))
+    assert build._open(copy) is None
+
+
+def test_a_damaged_library_is_built_again(filled, tmp_path):
+    (library,) = libraries(filled)
+    folder = tmp_path / "kernels"
+    folder.mkdir(mode=0o700)
+    (folder / library.name).write_bytes(damaged(library.read_bytes(), "half"))
+    assert run(LOAD, tmp_path) == "loaded"
+    assert [path.name for path in libraries(tmp_path)] == [library.name]
+    assert build._open(folder / library.name) is not None
+
+
+def test_without_a_compiler(tmp_path):
+    lines = run(TRY, tmp_path, PATH="").splitlines()
+    assert lines == ["unavailable: no C compiler found (cc, gcc, clang)"] * 2
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_compiler_that_is_named_and_missing(tmp_path):
+    output = run(TRY, tmp_path, CC="/no/such/compiler")
+    assert output.startswith("unavailable: no C compiler found (/no/such/compiler)")
+
+
+def test_a_compiler_that_fails(tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'step.c:1: fatal error: no luck' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    lines = run(TRY, tmp_path / "cache", CC=compiler).splitlines()
+    assert lines == [lines[0]] * 2
+    assert lines[0].startswith("unavailable: cannot compile step.c:")
+    assert lines[0].endswith("fatal error: no luck")
+    assert not libraries(tmp_path / "cache")
+
+
+def test_a_compiler_that_makes_rubbish(tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho rubbish > "$last"\n')
+    compiler.chmod(0o755)
+    output = run(TRY, tmp_path / "cache", CC=compiler)
+    assert output.count("unavailable: cannot compile step.c:") == 2
+    assert not libraries(tmp_path / "cache")
+
+
+def test_an_old_compiler_that_knows_no_tuning(tmp_path):
+    compiler = tmp_path / "cc"
+    real = build._compiler()[0]
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *-march*|*-fopenmp*|*gomp*) echo "error" >&2; exit 1;; esac\n'
+        f'exec {real} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    assert run(LOAD, tmp_path / "cache", CC=compiler) == "loaded"
+
+
+def test_where_the_cache_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("PDECAY_CACHE")
+    assert build._cache_folder() == tmp_path / "home" / ".cache" / "pdecay" / "kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert build._cache_folder() == tmp_path / "caches" / "pdecay" / "kernels"
+    monkeypatch.setenv("PDECAY_CACHE", str(tmp_path / "here"))
+    assert build._cache_folder() == tmp_path / "here" / "kernels"
+    assert stat.S_IMODE((tmp_path / "here" / "kernels").stat().st_mode) == 0o700
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    """Also not by root, for whom a read-only folder is none: a file stands in the way."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    assert run(LOAD, blocked / "cache", TMPDIR=scratch) == "loaded"
+    assert list(scratch.iterdir()) == []  # nothing is left behind
+
+
+def test_a_cache_open_to_others_is_closed(tmp_path, monkeypatch):
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setenv("PDECAY_CACHE", str(tmp_path))
+    assert build._cache_folder() == folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_cache_that_is_a_link_or_someone_elses_is_not_used(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "kernels").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setenv("PDECAY_CACHE", str(tmp_path))
+    assert build._cache_folder() is None
+    monkeypatch.setenv("PDECAY_CACHE", str(tmp_path / "mine"))
+    assert build._cache_folder() is not None
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    assert build._cache_folder() is None
+
+
+def test_two_processes_that_compile_at_once(tmp_path):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOAD], env=environment(tmp_path), stdout=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=300)[0].strip() for process in processes]
+    assert outputs == [b"loaded"] * 2
+    assert len(libraries(tmp_path)) == 1
+
+
+def test_loading_and_running_change_nothing_else_in_the_process(filled):
+    """Denormals, rounding and threads are as before, in this thread and in torch's others."""
+    code = """
+    import ctypes, ctypes.util, glob, torch
+    libm = ctypes.CDLL(ctypes.util.find_library("m"))
+
+    def state():
+        # many numbers: all of torch's threads take part
+        denormal = torch.full((1 << 20,), 1e-40)
+        return (
+            float((denormal * 2).sum(dtype=torch.float64)),
+            bool(((denormal + 0) == denormal).all()),
+            ctypes.c_float(1e-42).value * 1.0,
+            libm.fegetround(),
+            torch.get_num_threads(),
+            torch.get_num_interop_threads(),
+        )
+
+    def runtimes():
+        names = {line.split()[-1] for line in open("/proc/self/maps")}
+        return {name for name in names if any(n in name for n in ("libgomp", "libomp", "libiomp"))}
+
+    torch.set_num_threads(2)
+    before, loaded = state(), runtimes()
+    assert before[0] > 0
+    from pdecay._optim.kernels import native
+    assert native.available() is None
+    assert state() == before
+    big = [torch.rand(1 << 20) for _ in range(2)]
+    for p in (0, 0.5, 0.8, 1, 2):
+        native.shrink_([big[0]], [big[1]], terms=[(p, 1e-3)], lr=1e-3)
+        assert state() == before, p
+    assert runtimes() == loaded or not loaded, runtimes()
+    print("same")
+    """
+    assert run(code, filled) == "same"
+
+
+def test_a_denormal_keeps_its_value_where_nothing_decays(filled):
+    code = """
+    import torch
+    from pdecay._optim.kernels import native
+    w = torch.full((50,), 1e-40)
+    native.sgd_([w], [torch.zeros(50)], [], terms=[], lr=1.0, momentum=0.0, dampening=0.0,
+                nesterov=False, weight_decay=0.0, maximize=False)
+    print(float(w[0]) == float(torch.tensor(1e-40)))
+    """
+    assert run(code, filled) == "True"

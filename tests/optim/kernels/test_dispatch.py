@@ -1,0 +1,187 @@
+"""Which path a step takes, what takes over where it cannot, and that all come to the same."""
+
+import os
+import subprocess
+import sys
+import warnings
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import nn
+
+from pdecay import PSGD, Lp, PAdam, attach
+from pdecay._core.reference import AdamUpdate, SGDUpdate, pwd
+from pdecay._optim.kernels import dispatch as paths
+from pdecay._optim.kernels import native
+from pdecay._optim.kernels.dispatch import path_for
+
+PATHS = [{"fused": True}, {"foreach": True}, {"foreach": False}]
+ELASTIC = Lp(0.8, 0.02) + Lp(2, 0.1)
+
+
+@pytest.fixture
+def said(monkeypatch):
+    monkeypatch.setattr(paths, "_said", set())
+
+
+class TestChoice:
+    def test_the_c_kernel_by_default_and_on_request(self):
+        w = torch.ones(3, 3)
+        assert path_for(w, None) is native
+        assert path_for(w, True) is native
+        assert path_for(w, False) is None
+
+    def test_an_explicit_foreach_stays_exact(self, monkeypatch):
+        monkeypatch.setattr(native, "adam_", None)  # would fail if it were called
+        w = nn.Parameter(torch.ones(3, 3))
+        w.grad = torch.ones(3, 3)
+        PAdam([w], foreach=False).step()
+        PAdam([w], foreach=True).step()
+        PAdam([w], fused=False).step()
+        with pytest.raises(TypeError, match="not callable"):
+            PAdam([w]).step()
+
+    def test_fused_and_foreach_at_once(self):
+        with pytest.raises(ValueError, match="ask for one of them"):
+            PAdam([nn.Parameter(torch.ones(2, 2))], fused=True, foreach=True)
+
+    def test_what_the_kernel_cannot_take_is_silent_by_default_and_said_once_on_request(self, said):
+        w = nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))
+        w.grad = torch.ones_like(w)
+        PAdam([w], lr=0.1, decay=Lp(1, 0.1)).step()
+        optimizer = PAdam([w], lr=0.1, decay=Lp(1, 0.1), fused=True)
+        with pytest.warns(RuntimeWarning, match="complex64") as caught:
+            optimizer.step()
+        assert len(caught) == 2  # the C kernel, then torch.compile
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+
+    def test_a_mixed_group_takes_both(self):
+        a = nn.Parameter(torch.ones(3, 3))
+        b = nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))
+        for w in (a, b):
+            w.grad = torch.ones_like(w)
+        PAdam([a, b], lr=0.1, decay=Lp(1, 0.1)).step()
+        assert torch.allclose(a, b.real)
+
+    def test_gradient_scalers_unscale_and_skip_themselves(self):
+        assert not getattr(
+            PAdam([nn.Parameter(torch.ones(2, 2))], fused=True), "_step_supports_amp_scaling", False
+        )
+
+
+def weights(dtype):
+    generator = torch.Generator().manual_seed(0)
+    w = torch.empty(20, 25, dtype=torch.float64)
+    return w.normal_(std=0.05, generator=generator).to(dtype)
+
+
+def gradients(dtype, steps=200):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        yield torch.randn(20, 25, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def run(make, dtype):
+    w = nn.Parameter(weights(dtype))
+    optimizer = make([w])
+    for gradient in gradients(dtype):
+        w.grad = gradient
+        optimizer.step()
+    return w.detach().double()
+
+
+@lru_cache
+def reference(kind, penalty, lr, dtype):
+    """In double precision, from the same numbers."""
+    update = AdamUpdate() if kind == "adam" else SGDUpdate(0.9)
+    w = weights(dtype).double()
+    for t, gradient in enumerate(gradients(dtype), start=1):
+        w = pwd(w - lr * update(gradient.double(), t), w, penalty, lr)
+    return w
+
+
+def adam_with(lr, penalty, **path):
+    return lambda params: PAdam(params, lr, decay=penalty, **path)
+
+
+def sgd_with(lr, penalty, **path):
+    return lambda params: PSGD(params, lr, momentum=0.9, decay=penalty, **path)
+
+
+def attached(lr, penalty, **path):
+    def make(params):
+        optimizer = torch.optim.AdamW(params, lr, weight_decay=0)
+        attach(optimizer, penalty, **path)
+        return optimizer
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=["f32", "f64"]
+)
+@pytest.mark.parametrize("penalty", [Lp(0.5, 0.02), Lp(0.8, 0.02), Lp(1, 0.2), ELASTIC], ids=str)
+class TestAgreement:
+    """200 steps of random gradients on weights of scale 0.05."""
+
+    def check(self, got, expected, close):
+        # A weight that passes zero closely is held or let go by its last bit: a few may differ.
+        assert ((got - expected).abs() >= close).double().mean() < 0.005
+        assert ((got.abs() < 1e-13) != (expected.abs() < 1e-13)).double().mean() < 0.005
+
+    @pytest.mark.parametrize(
+        "path", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str
+    )
+    def test_padam(self, penalty, path, dtype, close):
+        expected = reference("adam", penalty, 1e-3, dtype)
+        self.check(run(adam_with(1e-3, penalty, **path), dtype), expected, close)
+
+    @pytest.mark.parametrize(
+        "path", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str
+    )
+    def test_psgd(self, penalty, path, dtype, close):
+        expected = reference("sgd", penalty, 1e-4, dtype)
+        self.check(run(sgd_with(1e-4, penalty, **path), dtype), expected, close)
+
+    @pytest.mark.parametrize("fused", [None, False])
+    def test_attach(self, penalty, fused, dtype, close):
+        expected = reference("adam", penalty, 1e-3, dtype)
+        self.check(run(attached(1e-3, penalty, fused=fused), dtype), expected, close)
+
+
+NO_COMPILER = """
+import warnings, torch, pdecay
+from pdecay import Lp, PAdam
+torch.manual_seed(0)
+start = torch.randn(30, 30)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    results = []
+    for path in ({}, {"foreach": False}):
+        w = torch.nn.Parameter(start.clone())
+        optimizer = PAdam([w], 1e-2, decay=Lp(0.8, 0.1), **path)
+        for _ in range(5):
+            w.grad = torch.ones_like(w)
+            optimizer.step()
+        results.append(w.detach())
+print(torch.equal(*results), len(caught))
+print(caught[0].message)
+"""
+
+
+def test_without_a_compiler_torchs_operations_take_over_and_one_warning_says_so(tmp_path):
+    environment = {**os.environ, "PATH": "", "PDECAY_CACHE": str(tmp_path), "CC": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", NO_COMPILER],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second = done.stdout.splitlines()
+    assert first == "True 1"
+    assert "the fused C kernel cannot be built" in second
+    assert "a slower path takes over" in second

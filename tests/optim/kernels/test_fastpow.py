@@ -1,0 +1,77 @@
+"""The fast power over all normal numbers."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from pdecay._optim.kernels import native
+
+pytestmark = pytest.mark.usefixtures("needs_native")
+
+QS = [p - 2 for p in (0, 0.05, 0.1, 0.3, 0.5, 0.7, 0.8, 0.95, 1, 1.2, 1.5, 1.7, 1.9, 1.99)]
+QS += [-q for q in QS] + [0.0, 1 / 3, -4 / 3, 1e-4]
+
+
+def power(x, q):
+    name = "pdecay_power_f32" if x.dtype == np.float32 else "pdecay_power_f64"
+    function = getattr(native._library(), name)
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_double]
+    result = np.empty_like(x)
+    function(x.ctypes.data, result.ctypes.data, x.size, q)
+    return result
+
+
+def normal_numbers(dtype, count=200_000):
+    """All exponents evenly, with the ends of the range and of every binade."""
+    info = np.finfo(dtype)
+    low, high = np.log2(float(info.tiny)), np.log2(float(info.max))
+    spread = 2.0 ** np.random.default_rng(0).uniform(low, high, count)
+    binades = np.ldexp(1.0, np.arange(int(low), int(high)))
+    below = np.nextafter(binades[1:].astype(dtype), dtype(0))
+    roots = binades * np.sqrt(0.5)
+    parts = [spread, binades, below, roots, [info.tiny, info.max, 1.0]]
+    x = np.concatenate(parts).astype(dtype)
+    return x[(x >= info.tiny) & (x <= info.max)]
+
+
+@pytest.mark.parametrize("q", QS)
+def test_float32_error_is_below_1e_5_over_all_normal_numbers(q):
+    x = normal_numbers(np.float32)
+    exact = x.astype(np.float64) ** q
+    inside = (exact > 2.0**-126) & (exact < 2.0**126)
+    error = np.abs(power(x, q)[inside] / exact[inside] - 1)
+    assert inside.sum() > x.size / 3
+    assert error.max() < 1e-5
+
+
+@pytest.mark.parametrize("q", QS)
+def test_float32_error_is_below_5e_6_where_weights_are(q):
+    x = np.float32(2.0) ** np.random.default_rng(1).uniform(-24, 4, 100_000).astype(np.float32)
+    assert np.abs(power(x, q) / x.astype(np.float64) ** q - 1).max() < 5e-6
+
+
+@pytest.mark.parametrize("q", QS)
+def test_float64_error_is_below_1e_12_over_all_normal_numbers(q):
+    x = normal_numbers(np.float64)
+    with np.errstate(over="ignore", under="ignore"):
+        exact = x.astype(np.longdouble) ** np.longdouble(q)
+    inside = (exact > 2.0**-1021) & (exact < 2.0**1021)
+    error = np.abs(power(x, q)[inside] / exact[inside] - 1)
+    assert inside.sum() > x.size / 3
+    assert error.max() < 1e-12
+
+
+@pytest.mark.parametrize("q", [-2, -0.1, 0.1, 2, 50])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_power_that_leaves_the_range_stops_at_its_end(q, dtype):
+    x = normal_numbers(dtype, 1000)
+    result = power(x, q)
+    assert np.isfinite(result).all()
+    assert (result > 0).all()
+
+
+@pytest.mark.parametrize("tail", range(1, 40))
+def test_every_length_is_computed_whole(tail):
+    x = np.linspace(0.1, 2, tail, dtype=np.float32)
+    assert np.allclose(power(x, -1.2), x**-1.2, rtol=1e-5)

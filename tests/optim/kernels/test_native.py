@@ -1,0 +1,419 @@
+"""The C kernels against torch in float64 and the equation, and at their edges."""
+
+import math
+
+import pytest
+import torch
+
+from pdecay._optim.kernels import native
+
+pytestmark = pytest.mark.usefixtures("needs_native")
+
+# (p, lam): decays that take a good share of weights of scale 0.05 towards zero within 200 steps
+TERMS = {
+    "0": [(0, 5e-5)],
+    "0.3": [(0.3, 5e-4)],
+    "0.5": [(0.5, 5e-3)],
+    "0.8": [(0.8, 5e-2)],
+    "1": [(1, 5e-2)],
+    "1.2": [(1.2, 0.5)],
+    "1.5": [(1.5, 0.5)],
+    "1.9": [(1.9, 5.0)],
+    "2": [(2, 5.0)],
+    "3": [(3, 50.0)],
+    "elastic": [(0.8, 5e-2), (2, 5.0)],
+    "two": [(0.8, 5e-2), (1.2, 0.5)],
+    "four": [(0.8, 5e-2), (2, 5.0), (1.2, 0.5), (3, 50.0)],
+    "none": [],
+}
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+ADAM |= {"amsgrad": False, "maximize": False}
+SGD = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0, "maximize": False}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", TERMS)
+def test_adam_agrees_with_the_reference_after_200_steps(twins, dtype, name):
+    pair = twins(dtype)
+    pair.adam(native, TERMS[name], 200)
+    assert pair.difference() < TOLERANCE[dtype]
+    assert pair.different_zeros() < 0.005
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"amsgrad": True},
+        {"maximize": True},
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.3, "amsgrad": True, "maximize": True},
+    ],
+    ids=str,
+)
+def test_adam_takes_the_settings_of_torch(twins, dtype, options):
+    pair = twins(dtype)
+    pair.adam(native, TERMS["0.8"], 100, **options)
+    assert pair.difference() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", TERMS)
+def test_sgd_agrees_with_the_reference_after_200_steps(twins, dtype, name):
+    pair = twins(dtype)
+    pair.sgd(native, TERMS[name], 200, momentum=0.9)
+    assert pair.difference() < TOLERANCE[dtype]
+    assert pair.different_zeros() < 0.005
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.5, "maximize": True, "weight_decay": 0.1},
+    ],
+    ids=str,
+)
+def test_sgd_takes_the_settings_of_torch(twins, dtype, options):
+    pair = twins(dtype)
+    pair.sgd(native, TERMS["0.8"], 100, **options)
+    assert pair.difference() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", [name for name in TERMS if name != "none"])
+def test_shrink_is_the_factor(twins, literal_factor, dtype, name):
+    pair = twins(dtype)
+    olds = [w.clone() for w in pair.fast]
+    news = [pair.normal(w.shape).to(dtype) for w in olds]
+    expected = [
+        n.double() * literal_factor(o, TERMS[name], 1e-3) for o, n in zip(olds, news, strict=True)
+    ]
+    native.shrink_(news, olds, terms=TERMS[name], lr=1e-3)
+    for new, value in zip(news, expected, strict=True):
+        torch.testing.assert_close(new.double(), value, rtol=TOLERANCE[dtype], atol=0)
+
+
+def test_sgd_first_may_differ_from_tensor_to_tensor():
+    weights = [torch.zeros(5), torch.zeros(5)]
+    buffers = [torch.full((5,), math.nan), torch.ones(5)]
+    grads = [torch.ones(5), torch.ones(5)]
+    options = SGD | {"momentum": 0.5, "dampening": 0.25}
+    native.sgd_(weights, grads, buffers, terms=[], lr=1.0, first=[True, False], **options)
+    assert torch.equal(buffers[0], torch.ones(5))
+    assert torch.equal(buffers[1], torch.full((5,), 0.5 + 0.75))
+    assert torch.equal(weights[1], -buffers[1])
+
+
+def test_the_decay_may_have_a_rate_of_its_own(literal_factor):
+    w, old = torch.full((7,), 0.1), torch.full((7,), 0.1)
+    native.sgd_([w], [torch.zeros(7)], [], terms=[(0.8, 0.5)], lr=1.0, rate=1e-2, **SGD)
+    expected = old.double() * literal_factor(old, [(0.8, 0.5)], 1e-2)
+    torch.testing.assert_close(w.double(), expected, rtol=1e-5, atol=0)
+
+
+# ---- half precision ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["1", "0.8", "elastic"])
+def test_half_precision_computes_in_float32_and_rounds_once(dtype, name):
+    torch.manual_seed(0)
+    half = [torch.randn(5000).to(dtype) for _ in range(3)] + [torch.rand(5000).to(dtype)]
+    wide = [tensor.float() for tensor in half]
+    for w, g, m, v in (half, wide):
+        step = torch.tensor(3.0)
+        native.adam_([w], [g], [m], [v], [], [step], terms=TERMS[name], lr=1e-2, **ADAM)
+    for narrow, exact in zip(half, wide, strict=True):
+        assert torch.equal(narrow, exact.to(dtype))
+
+
+def test_half_precision_keeps_inf_and_nan():
+    w = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
+    grad = torch.tensor([math.nan, math.inf, 0.0], dtype=torch.bfloat16)
+    native.sgd_([w], [grad], [], terms=[(1, 0.1)], lr=0.1, **SGD)
+    assert w.isnan().tolist() == [True, False, False]
+    assert w[1] == -math.inf
+
+
+# ---- the edges of the equation ----
+
+
+@pytest.mark.parametrize("name", [n for n in TERMS if n != "none" and min(TERMS[n])[0] < 2])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_zero_stays_zero_whatever_the_update(name, dtype):
+    w = torch.zeros(37, dtype=dtype)
+    grad = torch.linspace(-1e20, 1e20, 37, dtype=dtype)
+    native.sgd_([w], [grad], [], terms=TERMS[name], lr=1e-3, **SGD)
+    assert torch.equal(w, torch.zeros_like(w))
+    assert not torch.signbit(w).any()
+
+
+@pytest.mark.parametrize(("p", "expected"), [(2, 1 / (1 + 0.5)), (2.1, 1.0), (3, 1.0), (10, 1.0)])
+def test_zero_moves_for_p_of_2_and_more(p, expected):
+    w = torch.ones(20)
+    native.shrink_([w], [torch.zeros(20)], terms=[(p, 0.5)], lr=1.0)
+    torch.testing.assert_close(w, torch.full((20,), expected), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_without_rate_nothing_changes_not_even_at_zero(name):
+    values = [0.0, -0.0, 1.0, -1e-20, 1e-42, 3e38, -3e38]
+    w, old = torch.tensor(values), torch.tensor(values).flip(0)
+    before = w.clone()
+    native.shrink_([w], [old], terms=TERMS[name], lr=0.0)
+    native.sgd_([w], [torch.zeros(7)], [], terms=TERMS[name], lr=0.0, **SGD)
+    state = [torch.zeros(7) for _ in range(2)]
+    native.adam_([w], [torch.zeros(7)], *[[s] for s in state], [], [torch.tensor(0.0)],
+                 terms=TERMS[name], lr=0.0, **ADAM)  # fmt: skip
+    assert torch.equal(w, before)
+
+
+def test_a_term_without_lam_is_dropped():
+    w = torch.zeros(9)
+    native.sgd_([w], [-torch.ones(9)], [], terms=[(0.5, 0.0), (3, 1.0)], lr=1.0, **SGD)
+    assert torch.equal(w, torch.ones(9))
+
+
+@pytest.mark.parametrize("name", [name for name in TERMS if name != "none"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rate", [1e-45, 1e-30, 1e-3, 1.0, 1e30])
+def test_no_weight_is_too_large_or_too_small(name, dtype, rate):
+    info = torch.finfo(dtype)
+    size = 10.0 ** torch.arange(-320, 309, dtype=torch.float64)
+    old = torch.cat([size, -size, torch.tensor([info.max, info.tiny])]).to(dtype)
+    old = old[old.isfinite()]
+    w = old.clone()
+    native.shrink_([w], [old], terms=TERMS[name], lr=rate)
+    assert w.isfinite().all()
+    assert (w.abs() <= old.abs()).all()
+    assert ((w == 0) | (w.sign() == old.sign())).all()
+    assert not ((w != 0) & (w.abs() < info.tiny)).any()
+
+
+@pytest.mark.parametrize("name", ["0", "0.8", "1", "two"])
+def test_a_rate_that_underflows_keeps_zeros_and_nothing_else(name):
+    old = torch.tensor([0.0, 1e-6, -0.1, 1e10])
+    w = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    native.shrink_([w], [old], terms=TERMS[name], lr=1e-300)
+    assert w.tolist() == [0.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["0", "0.8", "1.5", "elastic", "two", "four"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_results_below_the_smallest_normal_number_are_plus_zero(name, dtype):
+    tiny = torch.finfo(dtype).tiny
+    old = torch.full((100,), 0.5, dtype=dtype)
+    w = torch.linspace(-3 * tiny, 3 * tiny, 100, dtype=dtype)
+    native.shrink_([w], [old], terms=TERMS[name], lr=1e-6)
+    assert ((w == 0) | (w.abs() >= tiny)).all()
+    assert (w == 0).any()
+    assert not torch.signbit(w[w == 0]).any()
+
+
+@pytest.mark.parametrize("name", ["none", "0", "0.8", "1", "two", "four"])
+def test_nan_gradients_reach_the_weights(name):
+    for size in (1, 50):
+        w, grad = torch.ones(size), torch.ones(size)
+        grad[0] = math.nan
+        adam_w, state = w.clone(), [torch.zeros(size) for _ in range(2)]
+        native.sgd_([w], [grad], [], terms=TERMS[name], lr=1e-3, **SGD)
+        native.adam_([adam_w], [grad], *[[s] for s in state], [], [torch.tensor(0.0)],
+                     terms=TERMS[name], lr=1e-3, **ADAM)  # fmt: skip
+        for result in (w, adam_w):
+            assert result[0].isnan()
+            assert not result[1:].isnan().any()
+
+
+def test_a_huge_gradient_stops_the_weight_as_in_torch():
+    w, grad = torch.full((40,), 0.5), torch.full((40,), 1e20)
+    state = [torch.zeros(40) for _ in range(2)]
+    native.adam_([w], [grad], *[[s] for s in state], [], [torch.tensor(0.0)],
+                 terms=[(0.8, 1e-3)], lr=1e-3, **ADAM)  # fmt: skip
+    assert w.isfinite().all()
+
+
+# ---- tensors of all kinds ----
+
+
+def _adam_once(w, grad, m, v, **options):
+    settings = {"terms": [(0.8, 0.5)], "lr": 1e-2} | ADAM | options
+    largest = [v.clone()] if settings["amsgrad"] else []
+    native.adam_([w], [grad], [m], [v], largest, [torch.tensor(4.0)], **settings)
+
+
+@pytest.mark.parametrize("weight_layout", range(3))
+@pytest.mark.parametrize("other_layout", range(4))
+def test_layouts(weight_layout, other_layout):
+    def laid_out(tensor, layout):
+        order = [(0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)]
+        if layout == 3:  # with gaps
+            return torch.stack([tensor, tensor], -1)[..., 0]
+        inverse = torch.tensor(order[layout]).argsort().tolist()
+        return (
+            tensor.permute(order[layout])
+            .clone(memory_format=torch.contiguous_format)
+            .permute(inverse)
+        )
+
+    torch.manual_seed(0)
+    plain = [torch.randn(4, 5, 6, 7) for _ in range(3)] + [torch.rand(4, 5, 6, 7)]
+    other = [laid_out(t, other_layout if i else weight_layout) for i, t in enumerate(plain)]
+    strides = [tensor.stride() for tensor in other]
+    _adam_once(*plain)
+    _adam_once(*other)
+    for one, two in zip(plain, other, strict=True):
+        assert torch.equal(one, two)
+    assert [tensor.stride() for tensor in other] == strides
+
+
+def test_a_weight_with_gaps_is_refused_before_anything_changes():
+    w = torch.ones(4, 4)[:, ::2]
+    assert not native.supports(w)
+    assert native.why_not(w) == "not dense in memory"
+    with pytest.raises(ValueError, match="not dense"):
+        native.shrink_([w], [w], terms=[(1, 1.0)], lr=1.0)
+    assert torch.equal(w, torch.ones(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.zeros(2, dtype=torch.complex64), "dtype complex64"),
+        (torch.zeros(2, dtype=torch.int64), "dtype int64"),
+        (torch.zeros(2, device="meta"), "device meta"),
+        (torch.zeros(3, 3).to_sparse(), "not dense"),
+        (torch.zeros(3).expand(3, 3), "not dense"),
+    ],
+)
+def test_what_is_not_supported_is_said(tensor, reason):
+    assert not native.supports(tensor)
+    assert reason in native.why_not(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_what_is_supported(dtype):
+    assert native.supports(torch.nn.Parameter(torch.zeros(3, 4, dtype=dtype)))
+    assert native.supports(
+        torch.zeros(2, 3, 4, 5, dtype=dtype).to(memory_format=torch.channels_last)
+    )
+    assert native.supports(torch.zeros(0, dtype=dtype))
+    assert native.supports(torch.zeros((), dtype=dtype))
+
+
+def test_lists_of_mixed_dtypes_and_many_sizes():
+    sizes = [0, 1, 15, 16, 17, 63, 1023, 1024, 1025, 40_000, 100_001]
+    weights = [torch.rand(n) + 0.1 for n in sizes]
+    weights += [torch.rand(n, dtype=torch.float64) + 0.1 for n in sizes]
+    expected = [w * (w / (w + 0.01)) for w in weights]
+    native.shrink_(weights, [w.clone() for w in weights], terms=[(1, 0.01)], lr=1.0)
+    for weight, value in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight, value)
+
+
+def test_the_number_of_threads_changes_nothing():
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            torch.manual_seed(0)
+            tensors = [torch.randn(300, 400) for _ in range(3)] + [torch.rand(300, 400)]
+            _adam_once(*tensors)
+            results.append(tensors[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_sizes_that_differ_are_refused():
+    with pytest.raises(ValueError, match="differ in size"):
+        native.shrink_([torch.ones(4)], [torch.ones(5)], terms=[(1, 1.0)], lr=1.0)
+
+
+def test_empty_lists():
+    native.adam_([], [], [], [], [], [], terms=[(1, 1.0)], lr=1.0, **ADAM)
+    native.sgd_([], [], [], terms=[(1, 1.0)], lr=1.0, **SGD)
+    native.shrink_([], [], terms=[(1, 1.0)], lr=1.0)
+
+
+def test_autograd_sees_that_the_weights_changed():
+    w = torch.nn.Parameter(torch.ones(3))
+    loss = (w * w).sum()
+    native.shrink_([w], [w.detach().clone()], terms=[(1, 1.0)], lr=1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_step_counts_of_either_dtype(default):
+    step = torch.tensor(6.0, dtype=default)
+    w, m, v = torch.ones(3), torch.zeros(3), torch.zeros(3)
+    native.adam_([w], [torch.ones(3)], [m], [v], [], [step], terms=[], lr=1.0, **ADAM)
+    assert step.item() == 7
+    root = math.sqrt(0.001 / (1 - 0.999**7))
+    expected = 1 - 0.1 / (1 - 0.9**7) / root
+    torch.testing.assert_close(w, torch.full((3,), expected))
+
+
+def test_dtensor_through_its_local_part(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.tensor import DeviceMesh, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        w = distribute_tensor(torch.full((4, 4), 0.1), mesh)
+        assert native.supports(w)
+        native.shrink_([w], [w.clone()], terms=[(1, 0.1)], lr=1.0)
+        torch.testing.assert_close(w.to_local(), torch.full((4, 4), 0.05))
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- gradient scaling ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_grad_scale_as_torch_fused(dtype):
+    torch.manual_seed(0)
+    mine = [torch.randn(100).to(dtype) for _ in range(3)] + [torch.rand(100).to(dtype)]
+    theirs = [tensor.clone() for tensor in mine]
+    scale = torch.tensor([8.0])
+    _adam_once(*mine, terms=[], grad_scale=scale, found_inf=torch.tensor([0.0]))
+    options = {name: value for name, value in ADAM.items() if name != "terms"}
+    step = torch.tensor(5.0)
+    torch._fused_adamw_(
+        *([tensor] for tensor in theirs), [], [step], lr=1e-2, grad_scale=scale, **options
+    )
+    loose = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
+    for one, two in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, two, **loose)
+
+
+def test_found_inf_leaves_everything_as_it_is():
+    torch.manual_seed(0)
+    tensors = [torch.rand(10) for _ in range(4)]
+    before = [tensor.clone() for tensor in tensors]
+    w, grad, m, v = tensors
+    step, found = torch.tensor(4.0), torch.tensor([1.0])
+    scaling = {"grad_scale": torch.tensor([2.0]), "found_inf": found}
+    settings = {"terms": [(0.8, 0.5)], "lr": 1e-2}
+    native.adam_([w], [grad], [m], [v], [], [step], **settings, **ADAM, **scaling)
+    native.sgd_([w], [grad], [m], **settings, **SGD | {"momentum": 0.9}, **scaling)
+    assert step.item() == 4
+    assert all(torch.equal(one, two) for one, two in zip(tensors, before, strict=True))
+
+
+def test_a_scaled_gradient_of_another_layout_is_divided_in_place():
+    w = torch.ones(3, 4)
+    grad = torch.full((4, 3), 8.0).T
+    native.sgd_([w], [grad], [], terms=[], lr=1.0, grad_scale=torch.tensor([8.0]), **SGD)
+    assert torch.equal(grad, torch.ones(3, 4))
+    assert torch.equal(w, torch.zeros(3, 4))

@@ -1,0 +1,179 @@
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from pdecay import (
+    PSGD,
+    Lp,
+    PAdam,
+    attach,
+    doctor,
+    param_groups,
+)
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+
+
+def found(model, optimizer):
+    return [(finding.level, finding.message) for finding in doctor(model, optimizer)]
+
+
+def the_finding(model, optimizer, words):
+    matching = [finding for finding in doctor(model, optimizer) if words in finding.message]
+    assert len(matching) == 1, [str(finding) for finding in doctor(model, optimizer)]
+    return matching[0]
+
+
+@pytest.mark.parametrize("cls", [PAdam, PSGD])
+def test_a_healthy_run_has_no_findings(cls):
+    model = small_model()
+    assert found(model, cls(param_groups(model), lr=1e-3, decay=Lp(0.8, 1e-3))) == []
+
+
+def test_a_healthy_attachment_has_no_findings():
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    attach(optimizer, Lp(1, 1e-3))
+    assert found(model, optimizer) == []
+
+
+def test_plain_optimizer():
+    model = small_model()
+    finding = the_finding(model, torch.optim.SGD(model.parameters(), lr=0.1), "nothing decays")
+    assert finding.level == "error"
+    assert "attach" in finding.cure
+
+
+def test_hooks_lost_in_a_deepcopy():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach(optimizer, Lp(1, 1e-3))
+    model, optimizer = copy.deepcopy((model, optimizer))
+    assert "deepcopy and pickle drop hooks" in the_finding(model, optimizer, "nothing").message
+
+
+def test_nothing_but_biases():
+    model = small_model()
+    biases = [param for param in model.parameters() if param.ndim < 2]
+    optimizer = PAdam(biases)
+    assert the_finding(model, optimizer, "nothing decays").level == "error"
+
+
+def test_zero_initialised_tensors_are_named():
+    model = small_model()
+    nn.init.zeros_(model[2].weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = PAdam(model.parameters(), decay=Lp(0.5, 1e-3))
+    finding = the_finding(model, optimizer, "zero is a fixed point")
+    assert finding.level == "error"
+    assert "2.weight" in finding.message
+    assert "0.weight" not in finding.message
+
+
+def test_zero_is_no_trap_for_p_2():
+    model = small_model()
+    nn.init.zeros_(model[2].weight)
+    optimizer = PAdam(model.parameters(), decay=Lp(2, 1e-3))
+    assert not any("fixed point" in message for _, message in found(model, optimizer))
+
+
+def test_decayed_norms_and_biases():
+    model = small_model()
+    groups = [{"params": list(model.parameters()), "decay": Lp(2, 1e-3)}]
+    finding = the_finding(model, PAdam(groups), "biases or norms decay")
+    assert "1.weight" in finding.message
+    assert "0.bias" in finding.message
+    assert "0.weight" not in finding.message
+
+
+def test_lr_zero_and_lam_zero():
+    model = small_model()
+    optimizer = PAdam(model.parameters(), lr=0.0, decay=Lp(1, 1e-3))
+    assert the_finding(model, optimizer, "lr is 0").level == "hint"
+    optimizer = PAdam(model.parameters(), decay=Lp(1, 0.0))
+    assert the_finding(model, optimizer, "lam or decay_scale is 0").level == "warning"
+    optimizer = PAdam(model.parameters(), decay=Lp(1, 1e-3))
+    optimizer.param_groups[0]["decay_scale"] = 0.0
+    assert the_finding(model, optimizer, "lam or decay_scale is 0")
+
+
+def test_p_above_one_gives_no_zeros():
+    model = small_model()
+    assert the_finding(model, PAdam(model.parameters(), decay=Lp(1.2, 1e-3)), "p = 1.2 > 1")
+
+
+def test_l2_twice():
+    model = small_model()
+    optimizer = PAdam(model.parameters(), decay=Lp(1, 1e-3) + Lp(2, 1e-2), weight_decay=1e-2)
+    assert the_finding(model, optimizer, "both shrink")
+
+
+def test_coupled_l2():
+    model = small_model()
+    optimizer = torch.optim.Adam(model.parameters(), weight_decay=1e-2)
+    attach(optimizer, Lp(1, 1e-3))
+    assert the_finding(model, optimizer, "adds weight_decay")
+
+
+def test_an_optimizer_with_its_own_step_size():
+    model = small_model()
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), "d": 1e-6}], lr=1.0)
+    attach(optimizer, Lp(1, 1e-3))
+    assert "lr=" in the_finding(model, optimizer, "finds its own step size").cure
+
+
+def test_a_decay_that_kills_at_once():
+    model = small_model()
+    finding = the_finding(model, PAdam(model.parameters(), decay=Lp(1, 1e3)), "halves")
+    assert "0.weight" in finding.message
+
+
+def test_parameters_that_the_optimizer_does_not_have():
+    model = small_model()
+    finding = the_finding(model, PAdam(model[0].parameters(), decay=Lp(1, 1e-3)), "not the opt")
+    assert "2.weight" in finding.message
+    stranger = copy.deepcopy(model)
+    finding = the_finding(stranger, PAdam(model.parameters()), "are not this model's")
+    assert finding.level == "error"
+
+
+def test_broken_and_half_precision_weights():
+    model = small_model()
+    model[0].weight.data[0, 0] = float("nan")
+    assert "0.weight" in the_finding(model, PAdam(model.parameters()), "not finite").message
+    model = small_model().to(torch.bfloat16)
+    assert the_finding(model, PAdam(model.parameters()), "half precision").level == "hint"
+
+
+def test_errors_come_first_and_each_has_a_cure():
+    model = small_model()
+    model[0].weight.data[0, 0] = float("nan")
+    findings = doctor(model, PAdam(model.parameters(), lr=0.0, decay=Lp(1.5, 1e3)))
+    order = ["error", "warning", "hint"]
+    levels = [order.index(finding.level) for finding in findings]
+    assert len(levels) >= 3
+    assert levels == sorted(levels)
+    assert all("cure: " in str(finding) and finding.cure for finding in findings)
+
+
+def test_nothing_is_changed():
+    model = small_model()
+    optimizer = PAdam(model.parameters())
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    doctor(model, optimizer)
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before)
+
+
+def test_bad_arguments():
+    model = small_model()
+    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module"):
+        doctor([], PAdam(model.parameters()))
+    with pytest.raises(TypeError, match=r"needs a torch\.optim\.Optimizer"):
+        doctor(model, model)

@@ -1,0 +1,141 @@
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import pdecay
+from pdecay import PSGD, Lp, PAdam
+from pdecay._sparsity.schedules import LamSchedule, PSchedule
+
+LP = Lp(1.0, 0.5)
+
+
+def an_optimizer(decay=LP):
+    return PAdam([nn.Parameter(torch.ones(2, 2))], decay=decay)
+
+
+def ps(optimizer):
+    return [p for group in optimizer.param_groups for p, _ in group["decay"]]
+
+
+def run(schedule, steps):
+    values = [ps(schedule.optimizer)]
+    for _ in range(steps):
+        schedule.step()
+        values.append(ps(schedule.optimizer))
+    return values
+
+
+def test_a_straight_line_between_milestones_and_flat_around_them():
+    schedule = PSchedule(an_optimizer(), [(2, 2.0), (6, 1.0)])
+    assert run(schedule, 8) == [[2], [2], [2], [1.75], [1.5], [1.25], [1], [1], [1]]
+    assert schedule.get_last_p() == [[1.0]]
+
+
+def test_it_starts_at_once_and_leaves_lam_alone():
+    optimizer = an_optimizer()
+    PSchedule(optimizer, [(0, 2.0), (10, 0.8)])
+    assert optimizer.param_groups[0]["decay"] == [[2.0, 0.5]]
+
+
+def test_restarts():
+    schedule = PSchedule(an_optimizer(), [(0, 2.0), (3, 0.5)], restart_every=4)
+    assert [p for (p,) in run(schedule, 8)] == pytest.approx([2, 1.5, 1, 0.5, 2, 1.5, 1, 0.5, 2])
+
+
+def test_sums_by_one_number_or_one_for_each_term():
+    optimizer = an_optimizer(Lp(0.8, 1e-3) + Lp(2, 1e-2))
+    schedule = PSchedule(optimizer, [(0, (2, 2)), (2, (0.8, 2))])
+    assert run(schedule, 2) == [[2, 2], [pytest.approx(1.4), 2], [pytest.approx(0.8), 2]]
+    optimizer = an_optimizer(Lp(0.8, 1e-3) + Lp(2, 1e-2))
+    assert run(PSchedule(optimizer, [(0, 1.5)]), 1) == [[1.5, 1.5]] * 2
+
+
+def test_groups_without_decay_stay_without():
+    a, b = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    optimizer = PSGD([{"params": [a]}, {"params": [b], "decay": None}])
+    PSchedule(optimizer, [(0, 1.5)]).step()
+    assert [group["decay"] for group in optimizer.param_groups] == [[[1.5, 0.01]], []]
+
+
+def test_at_p_2_a_zero_weight_moves_and_later_it_is_held():
+    w = nn.Parameter(torch.zeros(2, 2))
+    optimizer = PSGD([w], lr=0.1, decay=Lp(2, 0.1))
+    schedule = PSchedule(optimizer, [(0, 2.0), (2, 0.5)])
+    for _ in range(3):
+        w.grad = torch.ones_like(w)
+        optimizer.step()
+        schedule.step()
+    assert w.abs().min() > 0
+    with torch.no_grad():
+        w.zero_()
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    assert not w.any()
+
+
+def test_lam_by_its_multiplier_and_apart_from_lr():
+    w = nn.Parameter(torch.ones(2, 2))
+    optimizer = PSGD([{"params": [w], "decay_lr": 0.1}], lr=0.0, decay=Lp(2, 1.0))
+    schedule = LamSchedule(optimizer, [(0, 0.0), (1, 1.0)])
+    for expected in (1.0, 1 / 1.1):
+        w.grad = torch.ones_like(w)
+        optimizer.step()  # lr = 0: nothing moves but by the decay
+        schedule.step()
+        assert w[0, 0].item() == pytest.approx(expected)
+
+
+def test_chained_with_an_lr_scheduler_and_on_an_attached_optimizer():
+    w = nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.AdamW([w], lr=1.0)
+    pdecay.attach(optimizer, Lp(2, 0.1))
+    lrs = LambdaLR(optimizer, lambda step: 0.5**step)
+    schedules = [PSchedule(optimizer, [(0, 2.0), (4, 1.0)]), LamSchedule(optimizer, [(0, 3.0)])]
+    for _ in range(2):
+        w.grad = torch.ones_like(w)
+        optimizer.step()
+        for scheduler in (lrs, *schedules):
+            scheduler.step()
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["decay"], group["decay_scale"]) == (0.25, [[1.5, 0.1]], 3.0)
+
+
+def test_resumes():
+    first = PSchedule(an_optimizer(), [(0, 2.0), (10, 0.8)], restart_every=7)
+    run(first, 5)
+    second = PSchedule(an_optimizer(), [(0, 2.0), (10, 0.8)], restart_every=7)
+    second.load_state_dict(first.state_dict())
+    assert ps(second.optimizer) == ps(first.optimizer)
+    assert run(second, 9) == run(first, 9)
+
+
+@pytest.mark.parametrize(
+    ("milestones", "restart", "message"),
+    [
+        ([], None, "at least one milestone"),
+        ([(0, -1.0)], None, "a milestone's value must be finite and >= 0, got -1.0"),
+        ([(0, float("nan"))], None, "finite"),
+        ([(5, 1.0), (5, 2.0)], None, "in order of time, got 5 before 5"),
+        ([(-1, 1.0)], None, "whole number >= 0, got -1"),
+        ([(0, 1.0)], 0, "restart_every must be a whole number >= 1, got 0"),
+        ([(0, (1.0, 2.0, 3.0))], None, "3 values of p for a decay of 1 terms"),
+        ([(0, 1.0), (1, (1.0, 2.0))], None, "same number of values"),
+    ],
+)
+def test_bad_milestones_change_nothing(milestones, restart, message):
+    optimizer = an_optimizer()
+    with pytest.raises(ValueError, match=message):
+        PSchedule(optimizer, milestones, restart)
+    assert optimizer.param_groups[0]["decay"] == [[1.0, 0.5]]
+
+
+def test_only_for_an_optimizer_that_decays():
+    plain = torch.optim.SGD([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    with pytest.raises(TypeError, match="needs an optimizer that decays"):
+        PSchedule(plain, [(0, 1.0)])
+
+
+def test_a_broken_checkpoint():
+    schedule = PSchedule(an_optimizer(), [(0, 1.0)])
+    with pytest.raises(ValueError, match="last_step must be a whole number >= 0, got -3"):
+        schedule.load_state_dict({"last_step": -3})

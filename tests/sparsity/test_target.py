@@ -1,0 +1,274 @@
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import pdecay
+from pdecay import (
+    PSGD,
+    Every,
+    Lp,
+    PAdam,
+    SparsityTarget,
+    attach,
+    freeze_zeros,
+    param_groups,
+)
+
+STEPS = 60
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def train(model, optimizer, target, steps=STEPS, start=0):
+    for step in range(start, steps):
+        torch.manual_seed(step)
+        x = torch.randn(32, 16)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+        optimizer.step()
+        target.step()
+
+
+def weights(model):
+    return [param for param in model.parameters() if param.ndim >= 2]
+
+
+def zero_share(params):
+    return sum(int((w == 0).sum()) for w in params) / sum(w.numel() for w in params)
+
+
+def padam(model, decay):
+    return PAdam(param_groups(model), lr=1e-2, decay=decay)
+
+
+def psgd(model, decay):
+    return PSGD(model.parameters(), lr=0.05, momentum=0.9, decay=decay)
+
+
+def attached(model, decay):
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    attach(optimizer, decay)
+    return optimizer
+
+
+def other_rate(model, decay):
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "d": 10.0}], lr=1e-3)
+    attach(optimizer, decay, lr=lambda group: group["d"] * group["lr"])
+    return optimizer
+
+
+MAKERS = [padam, psgd, attached, other_rate]
+DECAYS = [Lp(0, 1.0), Lp(0.5, 1.0), Lp(0.8, 1e-3), Lp(1, 1.0), Lp(1.2, 7.0), Lp(0.8, 1) + Lp(2, 1)]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("decay", DECAYS, ids=str)
+@pytest.mark.parametrize("asked", [0.5, 0.9])
+def test_ends_where_it_was_asked_to(make, decay, asked):
+    model = build()
+    optimizer = make(model, decay)
+    target = SparsityTarget(optimizer, asked, STEPS)
+    train(model, optimizer, target)
+    one_weight = 1 / sum(w.numel() for w in weights(model))
+    assert zero_share(weights(model)) == pytest.approx(asked, abs=one_weight)
+    assert target.sparsity == zero_share(weights(model))
+    assert pdecay.sparsity(model).total == target.sparsity
+
+
+def test_norms_and_biases_are_left_alone():
+    model = build()
+    optimizer = padam(model, Lp(0.8, 1))
+    train(model, optimizer, SparsityTarget(optimizer, 0.95, STEPS))
+    assert all(zero_share([p]) == 0 for p in model.parameters() if p.ndim < 2)
+
+
+def test_follows_the_ramp_and_then_holds():
+    model = build()
+    optimizer = padam(model, Lp(0.8, 1))
+    target = SparsityTarget(optimizer, 0.8, STEPS, start=0.1, end=0.5)
+    seen = []
+    for step in range(STEPS):
+        train(model, optimizer, target, steps=step + 1, start=step)
+        seen.append(target.sparsity)
+    assert seen[: STEPS // 10] == [0] * (STEPS // 10)
+    assert all(later >= earlier for earlier, later in itertools.pairwise(seen))
+    assert 0.2 < seen[STEPS // 4] < 0.8
+    assert seen[STEPS // 2 - 1 :] == [seen[-1]] * (STEPS - STEPS // 2 + 1)
+
+
+def test_the_rest_trains_on_undecayed_after_the_ramp():
+    model = build()
+    optimizer = padam(model, Lp(0.8, 1))
+    target = SparsityTarget(optimizer, 0.5, STEPS)
+    train(model, optimizer, target)
+    before = copy.deepcopy(model)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    for group in optimizer.param_groups:
+        group["betas"] = (0.0, 0.999)  # no momentum: only the decay could move a weight
+    optimizer.step()
+    for a, b in zip(before.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_global_by_default_and_each_layer_where_asked():
+    shares = {}
+    for per_layer in (False, True):
+        model = build()
+        with torch.no_grad():
+            model[3].weight.mul_(20)  # large weights survive a common ranking
+        optimizer = padam(model, Lp(0.8, 1))
+        train(model, optimizer, SparsityTarget(optimizer, 0.75, STEPS, per_layer=per_layer))
+        shares[per_layer] = [zero_share([w]) for w in weights(model)]
+    assert shares[False][0] > 0.85
+    assert shares[False][1] < 0.25
+    assert shares[True] == pytest.approx([0.75, 0.75], abs=0.01)
+
+
+def test_targets_of_single_layers():
+    model = build()
+    optimizer = padam(model, Lp(0.8, 1))
+    first, last = weights(model)
+    train(model, optimizer, SparsityTarget(optimizer, 0.9, STEPS, per_layer={last: 0.25}))
+    assert zero_share([last]) == pytest.approx(0.25, abs=0.01)
+    assert zero_share([first]) == pytest.approx(0.9, abs=0.01)
+
+
+def test_no_layer_goes_below_its_floor_and_the_total_is_still_met():
+    model = build()
+    with torch.no_grad():
+        model[3].weight.mul_(1e-3)  # all of it would go first
+    optimizer = PSGD(model.parameters(), lr=1e-4, decay=Lp(0.8, 1))
+    train(model, optimizer, SparsityTarget(optimizer, 0.6, STEPS, floor=0.3))
+    assert zero_share([model[3].weight]) == pytest.approx(0.7, abs=0.01)
+    assert zero_share(weights(model)) == pytest.approx(0.6, abs=0.01)
+
+
+def test_what_is_zero_already_counts():
+    model = build()
+    with torch.no_grad():
+        model[0].weight[:8].zero_()
+    optimizer = padam(model, Lp(0.8, 1))
+    target = SparsityTarget(optimizer, 0.6, STEPS)
+    assert target.sparsity == pytest.approx(0.2)
+    train(model, optimizer, target)
+    assert target.sparsity == pytest.approx(0.6, abs=0.01)
+
+
+@pytest.mark.parametrize("make", [padam, psgd, attached])
+@pytest.mark.parametrize("stop", [1, 20, 41, 50])
+def test_resumes_exactly(make, stop, tmp_path):
+    def fresh():
+        model = build()
+        optimizer = make(model, Lp(0.8, 1))
+        return model, optimizer, SparsityTarget(optimizer, 0.9, STEPS)
+
+    parts = fresh()
+    train(*parts, steps=stop)
+    torch.save([part.state_dict() for part in parts], tmp_path / "checkpoint")
+    train(*parts, start=stop)
+    resumed = fresh()
+    saved = torch.load(tmp_path / "checkpoint", weights_only=True)
+    for part, state in zip(resumed, saved, strict=True):
+        part.load_state_dict(state)
+    train(*resumed, start=stop)
+    for a, b in zip(parts[0].parameters(), resumed[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_checkpoint_of_other_pools():
+    model = build()
+    optimizer = padam(model, Lp(0.8, 1))
+    state = SparsityTarget(optimizer, 0.9, STEPS, per_layer=True).state_dict()
+    other = SparsityTarget(optimizer, 0.9, STEPS)
+    with pytest.raises(ValueError, match="2 pools, this target in 1"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"target": 1.0}, "target must be above 0 and below 1, got 1.0"),
+        ({"target": 0.0}, "target must be above 0 and below 1, got 0.0"),
+        ({"target": -0.5}, "target must be finite and >= 0, got -0.5"),
+        ({"target": float("nan")}, "target must be finite"),
+        ({"total_steps": 0}, "total_steps must be a whole number >= 1, got 0"),
+        ({"total_steps": 10.5}, "total_steps must be a whole number >= 1, got 10.5"),
+        ({"start": 0.8, "end": 0.7}, "0 <= start < end <= 1 must hold, got start=0.8"),
+        ({"end": 1.5}, "0 <= start < end <= 1 must hold"),
+        ({"floor": 0.2}, "target 0.9 leaves less than the floor of 0.2"),
+        ({"per_layer": {nn.Parameter(torch.ones(3, 3)): 0.5}}, r"do not decay, of shapes \[\(3, 3"),
+    ],
+)
+def test_impossible_requests_change_nothing(arguments, message):
+    model = build()
+    optimizer = padam(model, Lp(0.8, 1))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    with pytest.raises((TypeError, ValueError), match=message):
+        SparsityTarget(optimizer, **{"target": 0.9, "total_steps": STEPS, **arguments})
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before)
+
+
+def test_a_target_below_what_is_already_zero():
+    model = build()
+    with torch.no_grad():
+        model[0].weight[:16].zero_()
+    with pytest.raises(ValueError, match=r"target 0.1 is below the 0.4000 of the weights"):
+        SparsityTarget(padam(model, Lp(0.8, 1)), 0.1, STEPS)
+
+
+def test_nothing_to_steer():
+    model = build()
+    biases = [param for param in model.parameters() if param.ndim < 2]
+    with pytest.raises(ValueError, match="no decayed weights"):
+        SparsityTarget(PAdam(biases), 0.5, STEPS)
+    with pytest.raises(TypeError, match="needs an optimizer that decays"):
+        SparsityTarget(torch.optim.SGD(model.parameters(), lr=0.1), 0.5, STEPS)
+    with pytest.raises(ValueError, match="only for some p < 2"):
+        SparsityTarget(PAdam(model.parameters(), decay=Lp(2, 1)), 0.5, STEPS)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_frozen_zeros_stay_and_the_rest_moves_freely(make):
+    model, plain = build(), build()
+    with torch.no_grad():
+        for one in (model, plain):
+            one[0].weight[::2].zero_()
+    optimizer = make(model, Lp(0.5, 3.0) + Lp(2, 1.0))
+    freeze_zeros(optimizer)
+    free = make(plain, None)
+    masks = [w != 0 for w in weights(plain)]
+    for step in range(20):
+        for one, opt in ((model, optimizer), (plain, free)):
+            torch.manual_seed(step)
+            x = torch.randn(8, 16)
+            opt.zero_grad()
+            one(x).square().mean().backward()
+            opt.step()
+        with torch.no_grad():  # a plain optimizer needs the mask that freeze_zeros does without
+            for w, mask in zip(weights(plain), masks, strict=True):
+                w.mul_(mask)
+    assert not model[0].weight[::2].any()
+    torch.testing.assert_close(model[0].weight, plain[0].weight, rtol=1e-4, atol=1e-5)
+    assert "mask" not in str(optimizer.state_dict())
+
+
+def test_freeze_needs_a_norm_that_holds_zeros():
+    model = build()
+    with pytest.raises(ValueError, match="only for some p < 2"):
+        freeze_zeros(PAdam(model.parameters(), decay=Lp(2, 1)))
+
+
+def test_not_with_an_anchor_that_lets_weights_leave_zero():
+    model = build()
+    optimizer = PAdam(model.parameters(), decay=Lp(0.8, 1), auxiliary=Every(5))
+    with pytest.raises(ValueError, match=r"zeros that stay, .* use Instant"):
+        SparsityTarget(optimizer, 0.9, STEPS)
+    with pytest.raises(ValueError, match="zeros that stay"):
+        freeze_zeros(optimizer)
