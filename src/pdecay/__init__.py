@@ -1,68 +1,121 @@
-"""Sparse neural networks by p-norm weight decay."""
+"""Sparse neural networks by p-norm weight decay.
 
+Train: `PAdam` and `PSGD` are Adam and SGD with the decay in their step. `attach` adds the decay to
+any other ``torch.optim.Optimizer``. The penalty is an `Lp` or a sum of them. `param_groups` chooses
+the weights that decay.
+
+Ask for a sparsity: `SparsityTarget` steers the decay until the given share of the weights is zero.
+`freeze_zeros` keeps zeros at zero. `MagnitudePruning` and `GradualMagnitudePruning` are the
+baselines.
+
+Look: `sparsity` counts zeros and dead units, `prune_` makes tiny weights exactly zero, `doctor`
+reports mistakes in a setup.
+
+Deploy: `compact` removes dead units, `deploy` replaces layers by sparse ones where that is faster,
+`save` and `load` use a sparse file format, `export_onnx` writes an ONNX file.
+
+The command line ``pdecay --help`` runs a demo, experiments, reports and benchmarks.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pdecay import prox
-from pdecay._core.auxiliary import Every, Instant, Slow
-from pdecay._core.parameters import param_groups
-from pdecay._core.penalty import Lp
-from pdecay._optim.attachment import attach
-from pdecay._optim.optimizers import PSGD, PAdam
-from pdecay._sparsity.counting import prune_, sparsity
-from pdecay._sparsity.doctor import doctor
-from pdecay._sparsity.find_lam import find_lam
-from pdecay._sparsity.pruning import GradualMagnitudePruning, MagnitudePruning
-from pdecay._sparsity.schedules import LamSchedule, PSchedule
-from pdecay._sparsity.target import SparsityTarget, freeze_zeros
-
 if TYPE_CHECKING:
-    from pdecay.deployment.compact import compact
-    from pdecay.deployment.files import load, save
-    from pdecay.deployment.runtime.deploying import deploy
+    from pdecay import prox as prox
+    from pdecay._core.auxiliary import Every as Every
+    from pdecay._core.auxiliary import Instant as Instant
+    from pdecay._core.auxiliary import Slow as Slow
+    from pdecay._core.parameters import param_groups as param_groups
+    from pdecay._core.penalty import Lp as Lp
+    from pdecay._core.penalty import Penalty as Penalty
+    from pdecay._native.build import KernelUnavailable as KernelUnavailable
+    from pdecay._optim.attachment import Attachment as Attachment
+    from pdecay._optim.attachment import attach as attach
+    from pdecay._optim.optimizers import PSGD as PSGD
+    from pdecay._optim.optimizers import PAdam as PAdam
+    from pdecay._sparsity.counting import LayerSparsity as LayerSparsity
+    from pdecay._sparsity.counting import SparsityReport as SparsityReport
+    from pdecay._sparsity.counting import prune_ as prune_
+    from pdecay._sparsity.counting import sparsity as sparsity
+    from pdecay._sparsity.doctor import Finding as Finding
+    from pdecay._sparsity.doctor import doctor as doctor
+    from pdecay._sparsity.find_lam import find_lam as find_lam
+    from pdecay._sparsity.pruning import GradualMagnitudePruning as GradualMagnitudePruning
+    from pdecay._sparsity.pruning import MagnitudePruning as MagnitudePruning
+    from pdecay._sparsity.schedules import LamSchedule as LamSchedule
+    from pdecay._sparsity.schedules import PSchedule as PSchedule
+    from pdecay._sparsity.target import SparsityTarget as SparsityTarget
+    from pdecay._sparsity.target import freeze_zeros as freeze_zeros
+    from pdecay.deployment.compact import CompactError as CompactError
+    from pdecay.deployment.compact import CompactReport as CompactReport
+    from pdecay.deployment.compact import compact as compact
+    from pdecay.deployment.files import FileFormatError as FileFormatError
+    from pdecay.deployment.files import SaveReport as SaveReport
+    from pdecay.deployment.files import load as load
+    from pdecay.deployment.files import save as save
+    from pdecay.deployment.layers.modules import SparseConv2d as SparseConv2d
+    from pdecay.deployment.layers.modules import SparseLinear as SparseLinear
+    from pdecay.deployment.runtime.deploying import DeployReport as DeployReport
+    from pdecay.deployment.runtime.deploying import deploy as deploy
 
-__all__ = [
-    "PSGD",
-    "Every",
-    "GradualMagnitudePruning",
-    "Instant",
-    "LamSchedule",
-    "Lp",
-    "MagnitudePruning",
-    "PAdam",
-    "PSchedule",
-    "Slow",
-    "SparsityTarget",
-    "attach",
-    "compact",
-    "deploy",
-    "doctor",
-    "find_lam",
-    "freeze_zeros",
-    "load",
-    "param_groups",
-    "prox",
-    "prune_",
-    "save",
-    "sparsity",
-]
 __version__ = "0.1.0"
 
-# What is needed after training is imported when it is asked for: training does not wait for it.
-_LATER = {
-    "compact": "pdecay.deployment.compact",
-    "deploy": "pdecay.deployment.runtime.deploying",
-    "load": "pdecay.deployment.files",
-    "save": "pdecay.deployment.files",
+# The home of each public name. Names are imported at first use: `import pdecay` is fast, and `Lp`
+# works where torch is not installed. The imports above say the same to type checkers.
+_HOME = {
+    "Every": "_core.auxiliary",
+    "Instant": "_core.auxiliary",
+    "Slow": "_core.auxiliary",
+    "param_groups": "_core.parameters",
+    "Lp": "_core.penalty",
+    "Penalty": "_core.penalty",
+    "KernelUnavailable": "_native.build",
+    "Attachment": "_optim.attachment",
+    "attach": "_optim.attachment",
+    "PSGD": "_optim.optimizers",
+    "PAdam": "_optim.optimizers",
+    "LayerSparsity": "_sparsity.counting",
+    "SparsityReport": "_sparsity.counting",
+    "prune_": "_sparsity.counting",
+    "sparsity": "_sparsity.counting",
+    "Finding": "_sparsity.doctor",
+    "doctor": "_sparsity.doctor",
+    "find_lam": "_sparsity.find_lam",
+    "GradualMagnitudePruning": "_sparsity.pruning",
+    "MagnitudePruning": "_sparsity.pruning",
+    "LamSchedule": "_sparsity.schedules",
+    "PSchedule": "_sparsity.schedules",
+    "SparsityTarget": "_sparsity.target",
+    "freeze_zeros": "_sparsity.target",
+    "CompactError": "deployment.compact",
+    "CompactReport": "deployment.compact",
+    "compact": "deployment.compact",
+    "FileFormatError": "deployment.files",
+    "SaveReport": "deployment.files",
+    "load": "deployment.files",
+    "save": "deployment.files",
+    "SparseConv2d": "deployment.layers.modules",
+    "SparseLinear": "deployment.layers.modules",
+    "DeployReport": "deployment.runtime.deploying",
+    "deploy": "deployment.runtime.deploying",
 }
+_SUBMODULES = ("prox",)
+
+__all__ = [
+    *_HOME,
+    *_SUBMODULES,
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name in _SUBMODULES:
+        return import_module(f"pdecay.{name}")
+    if name not in _HOME:
         raise AttributeError(f"module 'pdecay' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_LATER[name]), name)
+    value = getattr(import_module(f"pdecay.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])
