@@ -4,13 +4,17 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test quicktest lint bench docs clean
 
 demo: $(VENV)/lab
 	$(VENV)/bin/pdecay demo
 
 test: $(VENV)/test
 	$(VENV)/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
+
+# The tests without those marked slow: about a minute on two cores.
+quicktest: $(VENV)/test
+	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow' tests
 
 lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .
