@@ -58,13 +58,22 @@ class LockedError(Exception):
 
 
 @contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Be the only process at work in a folder; the lock goes with the process, however it ends."""
-    import fcntl  # not on Windows, where nothing else here needs it
+def lock(folder: Path, name: str = ".lock", *, wait: bool = False) -> Iterator[None]:
+    """Hold an exclusive lock on a folder; the kernel releases it however the process ends.
 
-    with open(folder / ".lock", "wb") as file:
+    Args:
+        folder: the folder to lock.
+        name: the lock file inside it, which is never removed.
+        wait: wait for the current holder instead of raising an error.
+
+    Raises:
+        LockedError: another process holds the lock, and `wait` is False.
+    """
+    import fcntl  # missing on Windows, where the rest of this module works
+
+    with open(folder / name, "wb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise LockedError(
                 f"another process is at work in {folder}: wait for it, or choose another folder"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich import box
@@ -22,6 +20,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from pdecay._utils.signals import stop_requests
 from pdecay.lab.train.records import Record
 from pdecay.lab.train.training import (
     CHECKPOINT,
@@ -45,7 +44,11 @@ def run(settings: Settings, out: Path, console: Console, **options: Any) -> int:
         options: of :func:`pdecay.lab.train.training.train`.
     """
     done_before = (out / RECORD).exists()
-    with _asked_to_stop(console) as stop, _watch(console) as progress:
+
+    def notify() -> None:
+        _say(console, "stopping after this step, with a checkpoint; once more to stop at once")
+
+    with stop_requests(notify) as stop, _watch(console) as progress:
         try:
             record = train(settings, out, progress=progress, stop=stop, **options)
         except StoppedError as error:
@@ -126,27 +129,6 @@ def _watch(console: Console) -> Iterator[_Lines | _Bar]:
     )
     with Progress(*columns, console=console, transient=True) as progress:
         yield _Bar(progress)
-
-
-@contextmanager
-def _asked_to_stop(console: Console) -> Iterator[Any]:
-    """Whether Ctrl-C or a polite kill came; the second one stops at once, as it would have."""
-    asked = False
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        signal.signal(number, before[signal.Signals(number)])
-        _say(console, "stopping after this step, with a checkpoint; once more to stop at once")
-
-    for one in before:
-        signal.signal(one, ask)
-    try:
-        yield lambda: asked
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
 
 
 def _show(console: Console, record: Record) -> None:

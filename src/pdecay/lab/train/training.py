@@ -102,7 +102,7 @@ def train(
             (folder / CHECKPOINT).unlink(missing_ok=True)
             return finished
     except LockedError as error:
-        raise RunError(str(error)) from None
+        raise RunError(str(error)) from error  # the cause tells callers that they may retry
 
 
 class _Run:
