@@ -24,9 +24,9 @@ import transformers
 from torch import Tensor, nn
 
 import pdecay
-from pdecay.deployment.compact import report_of
+from pdecay.deployment.compact import CompactReport
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.verification import agree_in_float64, difference, outputs
+from pdecay.deployment.model.outputs import agree_in_float64, difference, outputs
 
 TEXT, IMAGE, SOUND = (9,), (3, 32, 32), (800,)  # without the batch
 LARGEST = {torch.float32: 1e-5, torch.float64: 1e-12}  # difference of outputs
@@ -273,7 +273,7 @@ def run(model: nn.Module, name: str, seed: int) -> str:
     kill(model, seed)
     settle_norms(model, inputs_of(model, name, 32))
     smaller = pdecay.compact(model, example.kwargs or example.args)
-    report = report_of(smaller)
+    report = CompactReport.of(smaller)
     expected = outputs(model, fresh)
     off = max(report.difference, difference(expected, outputs(smaller, fresh)))
     dtype = next(model.parameters()).dtype

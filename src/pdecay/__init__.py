@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from pdecay.deployment.files import save as save
     from pdecay.deployment.layers.modules import SparseConv2d as SparseConv2d
     from pdecay.deployment.layers.modules import SparseLinear as SparseLinear
+    from pdecay.deployment.model.errors import DeploymentError as DeploymentError
+    from pdecay.deployment.model.errors import ExportError as ExportError
     from pdecay.deployment.runtime.deploying import DeployReport as DeployReport
     from pdecay.deployment.runtime.deploying import deploy as deploy
 
@@ -96,6 +98,8 @@ _HOME = {
     "save": "deployment.files",
     "SparseConv2d": "deployment.layers.modules",
     "SparseLinear": "deployment.layers.modules",
+    "DeploymentError": "deployment.model.errors",
+    "ExportError": "deployment.model.errors",
     "DeployReport": "deployment.runtime.deploying",
     "deploy": "deployment.runtime.deploying",
 }

@@ -27,21 +27,22 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pdecay.deployment.compact import CompactError, compact, report_of
+    from pdecay.deployment.compact import CompactReport, compact
     from pdecay.deployment.export.programs import HOW_TO_LOAD, save
+    from pdecay.deployment.model.errors import DeploymentError
 
     if args.out is not None:
         models.check_target("--out", args.out, HOW_TO_LOAD)
     model, example = models.model_of(args)
     try:
         smaller = compact(model, example, fold=not args.no_fold)
-        report = report_of(smaller)
+        report = CompactReport.of(smaller)
         sys.stdout.write(f"{report}\n")
         if not report.units and not report.left:
             sys.stdout.write("no unit is dead: only exact zeros count (--prune T makes them)\n")
         if args.out is not None:
             sys.stdout.write(f"\nwritten: {save(smaller, example, args.out)}\n")
-    except (CompactError, TypeError) as error:
+    except (DeploymentError, TypeError) as error:
         raise UsageError(str(error)) from None
     return 0
 

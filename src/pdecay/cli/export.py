@@ -32,9 +32,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pdecay.deployment.compact import CompactError, compact, report_of
+    from pdecay.deployment.compact import CompactReport, compact
     from pdecay.deployment.export import onnx
     from pdecay.deployment.files import save
+    from pdecay.deployment.model.errors import DeploymentError
 
     if args.onnx is None and args.sparse is None and args.dense is None:
         raise UsageError("there is nothing to write: give --onnx, --sparse or --dense")
@@ -49,10 +50,10 @@ def _run(args: argparse.Namespace) -> int:
     try:
         if args.onnx is not None:
             smaller = compact(model, example)
-            before, after = report_of(smaller).parameters
+            before, after = CompactReport.of(smaller).parameters
             sys.stdout.write(f"compacted: {before:,} parameters -> {after:,}\n")
             sys.stdout.write(f"{onnx.export(smaller, example, args.onnx)}\n")
-    except (CompactError, TypeError) as error:
+    except (DeploymentError, TypeError) as error:
         raise UsageError(str(error)) from None
     for file, dense in ((args.sparse, False), (args.dense, True)):
         if file is not None:

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from pdecay.deployment.model.state import evaluating
 from pdecay.lab.data import cifar10, fashion, shakespeare
 from pdecay.lab.data.sources import DataError, Images
 from pdecay.lab.data.streams import Batch, ImageStream, Stream, TextStream, derive
@@ -111,20 +112,15 @@ class Task:
             batches: how many of the validation set's batches to use, from the first on; None
                 for all.
         """
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            right = total = 0
-            loss = 0.0
+        right = total = 0
+        loss = 0.0
+        with evaluating(model):
             for inputs, targets in islice(self.stream.validation(), batches):
                 logits = model(inputs).flatten(0, -2)
                 wanted = targets.flatten()
                 right += int((logits.argmax(-1) == wanted).sum())
                 loss += float(cross_entropy(logits, wanted, reduction="sum"))
                 total += len(wanted)
-        finally:
-            for module, mode in modes:
-                module.training = mode
         return {"accuracy": 100 * right / total, "loss": loss / total}
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from pdecay.deployment.compact import compact
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.verification import difference, outputs
+from pdecay.deployment.model.outputs import difference, outputs
 
 from .models import ARCHITECTURES, build, kill
 
@@ -31,7 +31,7 @@ def test_outputs_stay_whatever_was_killed(name, seed):
     model.eval()
     inputs = Inputs.of(example)
     smaller = compact(model, example)
-    for other in (inputs, inputs.others(torch.Generator().manual_seed(99))):
+    for other in (inputs, inputs.randomized(torch.Generator().manual_seed(99))):
         assert difference(outputs(model, other), outputs(smaller, other)) < 1e-5
     assert smaller.compact_report.parameters[1] <= smaller.compact_report.parameters[0]
 

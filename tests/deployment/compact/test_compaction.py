@@ -221,10 +221,10 @@ def test_twice_is_once():
     [
         ("model", torch.randn(1), TypeError, "needs a torch.nn.Module, got str"),
         (dead_unit(), "x", TypeError, "must be a tensor, a tuple .* or a dict .* got str"),
-        (dead_unit(), {1: 2}, TypeError, "a keyword that is no string: 1"),
+        (dead_unit(), {1: 2}, TypeError, "must be strings .*got 1"),
         (dead_unit(), torch.randn(4, 9), CompactError, "does not run on example_inputs: mat1"),
         (nn.Identity(), (), CompactError, "does not run on example_inputs"),
-        (dead_unit(), torch.randn(0, 4), ValueError, r"no numbers, got a tensor of shape \(0, 4\)"),
+        (dead_unit(), torch.randn(0, 4), ValueError, r"no elements, got .* shape \(0, 4\)"),
         (nn.DataParallel(dead_unit()), torch.randn(4, 3), CompactError, "give its .module"),
         (nn.LazyLinear(3), torch.randn(4, 3), CompactError, "run the model once before"),
         (nn.Linear(3, 2, device="meta"), torch.randn(4, 3), CompactError, "not here as a whole"),
@@ -285,5 +285,5 @@ def test_outputs_that_differ_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("constant", [0.0, 1.0, -3.0])
 def test_an_example_for_its_shape_alone_is_checked_on_other_numbers(constant):
-    other = Inputs.of(torch.full((2, 5), constant)).others(torch.Generator().manual_seed(0))
+    other = Inputs.of(torch.full((2, 5), constant)).randomized(torch.Generator().manual_seed(0))
     assert other.args[0].std() > 0.5

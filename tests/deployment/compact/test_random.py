@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from pdecay.deployment.compact import compact
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.verification import difference, outputs
+from pdecay.deployment.model.outputs import difference, outputs
 
 from .models import SqueezeExcite, kill, trained
 

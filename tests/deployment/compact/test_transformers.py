@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from pdecay.deployment.compact import compact
-from pdecay.deployment.compact.trace import tensors_of
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.verification import agree, agree_in_float64, difference, outputs
+from pdecay.deployment.model.outputs import agree, agree_in_float64, difference, outputs, tensors_of
 from pdecay.lab.models import GPT
 
 from .models import kill, trained
@@ -107,7 +106,7 @@ def test_outputs_stay_whatever_was_killed(seed, name):
     kill(model, seed, share=0.05 if "MobileNet" in name else 0.2)
     settle_norms(model, example)
     smaller = compact(model, example)
-    other = Inputs.of(example).others(torch.Generator().manual_seed(99))
+    other = Inputs.of(example).randomized(torch.Generator().manual_seed(99))
     expected = outputs(model, other)
     assert agree(expected, outputs(smaller, other)) or agree_in_float64(model, smaller, other)
     if name != "MambaForCausalLM":  # whose units hang together

@@ -9,10 +9,11 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from pdecay.deployment.compact import compact
 from pdecay.deployment.compact.analysis import analyse
+from pdecay.deployment.compact.fitting import parting
 from pdecay.deployment.compact.plan import Plan
 from pdecay.deployment.compact.trace import record
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.verification import difference, outputs, parting
+from pdecay.deployment.model.outputs import difference, outputs
 
 from .models import trained
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from pdecay.deployment.compact import CompactError, compact
+from pdecay.deployment.compact import compact
 from pdecay.deployment.export import onnx
+from pdecay.deployment.model.errors import ExportError
 
 from ..compact.models import build, kill
 
@@ -89,7 +90,7 @@ def test_a_model_for_one_batch_size_only(tmp_path):
 def test_outputs_that_differ_are_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx, "difference", lambda expected, got: 0.1)
     (tmp_path / "model.onnx").write_bytes(b"as it was")
-    with pytest.raises(CompactError, match=r"differ from torch's by 1.0e-01"):
+    with pytest.raises(ExportError, match=r"differ from torch's by 1.0e-01"):
         onnx.export(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "model.onnx")
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
     assert (tmp_path / "model.onnx").read_bytes() == b"as it was"
@@ -100,7 +101,7 @@ def test_a_model_that_cannot_be_exported(tmp_path):
         def forward(self, x):
             return super().forward(x) if x.sum() > 0 else x
 
-    with pytest.raises(CompactError, match=r"torch.export does not take Deciding"):
+    with pytest.raises(ExportError, match=r"torch.export failed on Deciding"):
         onnx.export(Deciding(3, 2), torch.ones(1, 3), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 

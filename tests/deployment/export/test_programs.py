@@ -10,10 +10,11 @@ from torch import nn
 
 import pdecay
 from pdecay import cli
-from pdecay.deployment.compact import CompactError, compact
+from pdecay.deployment.compact import compact
 from pdecay.deployment.export.programs import save
 from pdecay.deployment.files import load
 from pdecay.deployment.files import save as save_weights
+from pdecay.deployment.model.errors import ExportError
 
 USERS_MODULE = """
 import torch
@@ -97,7 +98,7 @@ def test_a_model_that_cannot_be_written_leaves_nothing(tmp_path):
     class Local(nn.Linear):  # which pickle does not find again
         pass
 
-    with pytest.raises(CompactError, match=r"write a .pt2 instead"):
+    with pytest.raises(ExportError, match=r"write a .pt2 instead"):
         save(Local(3, 2), torch.randn(1, 3), tmp_path / "model.pt")
     with pytest.raises(ValueError, match=r"must end with .pt2 or .pt, got"):
         save(Local(3, 2), torch.randn(1, 3), tmp_path / "model.bin")

@@ -8,7 +8,7 @@ number is told the new one (:mod:`fitting`), and the outputs are compared (:mod:
 """
 
 from pdecay.deployment.compact.compaction import compact
-from pdecay.deployment.compact.report import CompactReport, Left, SmallerTensor, report_of
+from pdecay.deployment.compact.report import CompactReport, Left, SmallerTensor
 from pdecay.deployment.model.errors import CompactError
 
-__all__ = ["CompactError", "CompactReport", "Left", "SmallerTensor", "compact", "report_of"]
+__all__ = ["CompactError", "CompactReport", "Left", "SmallerTensor", "compact"]

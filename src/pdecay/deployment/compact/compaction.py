@@ -25,7 +25,7 @@ from pdecay.deployment.compact.surgery import Kept, cut, kept_by
 from pdecay.deployment.compact.trace import Trace, record
 from pdecay.deployment.model.errors import CompactError
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.verification import (
+from pdecay.deployment.model.outputs import (
     TOLERANCE,
     agree,
     agree_in_float64,
@@ -165,7 +165,7 @@ class _Removal:
             )
         checks = [(self.inputs, expected)]
         for seed in range(_OTHER_INPUTS):
-            others = self.inputs.others(torch.Generator().manual_seed(seed))
+            others = self.inputs.randomized(torch.Generator().manual_seed(seed))
             # The model may refuse what it was not given: token ids in any order, for instance.
             with contextlib.suppress(Exception):
                 checks.append((others, outputs(current, others)))

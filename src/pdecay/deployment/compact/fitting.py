@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pdecay.deployment.compact.plan import Plan, units_of
 from pdecay.deployment.compact.surgery import Attributes, smaller
-from pdecay.deployment.compact.trace import Call, Trace, record
+from pdecay.deployment.compact.trace import Call, Trace, Value, record
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.verification import agree, agree_in_float64, parting
+from pdecay.deployment.model.outputs import agree, agree_in_float64
 
 
 @dataclass(frozen=True)
@@ -136,3 +137,41 @@ class Fitting:
             if stay:
                 units.fix(stay, f"the code of {module or 'the model'} ({kind}) {why}")
                 return
+
+
+@torch.no_grad()
+def parting(plan: Plan, trace: Trace, run: Trace) -> int | None:
+    """The first operation of a trace in which a smaller model's run is not as planned.
+
+    None where all are. A run that failed parts where it ended, at the latest.
+    """
+    ours, theirs = _comparable(plan, trace), _comparable(plan, run)
+    for (at, call), (_, other) in zip(ours, theirs, strict=False):
+        if call.op is not other.op:
+            return at
+        for value, got in zip(call.outs, other.outs, strict=True):
+            less, live = _less(plan, value, value.tensor), _less(plan, value, value.live)
+            if less.shape != got.tensor.shape:
+                return at
+            # Rounding errors may be larger on the way than in the outputs.
+            if not call.unfilled and not agree([less[live]], [got.tensor[live]], slack=100):
+                return at
+    return ours[len(theirs)][0] if len(theirs) < len(ours) else None
+
+
+def _comparable(plan: Plan, trace: Trace) -> list[tuple[int, Call]]:
+    """The operations with their numbers, but for those of layers whose biases took constants over.
+
+    A layer with a bias runs others than one without, and its sums are less before the bias.
+    """
+    shifted = {weight.rpartition(".")[0] for weight in plan.shifts}
+    calls = enumerate(trace.calls)
+    return [(at, call) for at, call in calls if not shifted.intersection(call.modules[-1:])]
+
+
+def _less(plan: Plan, value: Value, tensor: Tensor) -> Tensor:
+    for axis, places in enumerate(value.places):
+        kept = plan.kept(places)
+        if len(kept) != tensor.shape[axis]:
+            tensor = tensor.index_select(axis, kept.to(tensor.device))
+    return tensor

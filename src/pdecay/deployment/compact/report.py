@@ -56,6 +56,14 @@ class CompactReport:
     parameters: tuple[int, int]
     difference: float
 
+    @classmethod
+    def of(cls, model: nn.Module) -> CompactReport:
+        """Return the report of a model that `compact` returned."""
+        report = getattr(model, "compact_report", None)
+        if not isinstance(report, CompactReport):
+            raise ValueError(f"this {type(model).__name__} has no report: compact did not make it")
+        return report
+
     @property
     def units(self) -> int:
         """How many units were removed in all."""
@@ -89,14 +97,6 @@ class CompactReport:
             lines += ["", "operations without a rule, around which nothing was removed:"]
             lines += [f"  {one}" for one in self.unknown]
         return "\n".join(lines)
-
-
-def report_of(model: nn.Module) -> CompactReport:
-    """What compact said about a model that it made."""
-    report = getattr(model, "compact_report", None)
-    if not isinstance(report, CompactReport):
-        raise ValueError(f"this {type(model).__name__} was not made by compact")
-    return report
 
 
 def _units(count: int) -> str:

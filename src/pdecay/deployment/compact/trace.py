@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from pdecay.deployment.compact.units import Places
 from pdecay.deployment.model.inputs import Inputs
+from pdecay.deployment.model.outputs import tensors_of
 
 
 @dataclass(eq=False)
@@ -141,24 +141,6 @@ def _record(
         except Exception as raised:
             error = raised
     return Trace(recorder.calls, recorder.values, outputs, error)
-
-
-def tensors_of(output: object) -> Iterator[Tensor]:
-    """The tensors in what a model returns: in tuples, lists, dicts and data classes.
-
-    Other objects, such as a transformer's cache, are the model's own affair and passed over.
-    """
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_of(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from tensors_of(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for one in dataclasses.fields(output):
-            yield from tensors_of(getattr(output, one.name))
 
 
 @contextlib.contextmanager

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from pdecay.deployment.export.programs import target_of
-from pdecay.deployment.model.errors import CompactError
+from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.program import evaluating, exported, quiet, twice
-from pdecay.deployment.model.verification import difference, outputs
+from pdecay.deployment.model.outputs import difference, outputs
+from pdecay.deployment.model.program import exported, quiet
+from pdecay.deployment.model.state import evaluating
 
 TOLERANCE = 1e-4  # relative to the largest element of an output
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -73,7 +74,7 @@ def export(model: nn.Module, example_inputs: Any, path: str | os.PathLike[str]) 
 
     Raises:
         ModuleNotFoundError: if one of the packages of the extra ``onnx`` is not installed.
-        CompactError: if the model cannot be exported, or ONNX Runtime's outputs are not torch's to
+        ExportError: if the model cannot be exported, or ONNX Runtime's outputs are not torch's to
             1e-4 of the largest. Nothing is written then.
     """
     if not isinstance(model, nn.Module):
@@ -85,14 +86,14 @@ def export(model: nn.Module, example_inputs: Any, path: str | os.PathLike[str]) 
     with quiet():
         made: Any = torch.onnx.export(program.exported, dynamo=True, verbose=False)
     _tidy(made.model)
-    checks = [inputs, *([twice(inputs)] if program.free_batch else [])]
+    checks = [inputs, *([inputs.repeated()] if program.free_batch else [])]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".onnx-") as folder:
         # A large model is two files, of which one names the other: both get their own names there.
         made.save(Path(folder, target.name))
         with evaluating(model):
             off = max(_difference(model, one, Path(folder, target.name)) for one in checks)
         if off > TOLERANCE:
-            raise CompactError(
+            raise ExportError(
                 f"ONNX Runtime's outputs differ from torch's by {off:.1e} of the largest, more "
                 f"than {TOLERANCE:g}: {target} was not written"
             )
@@ -128,14 +129,14 @@ def _difference(model: nn.Module, inputs: Inputs, path: Path) -> float:
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]
     if len(names) != len(given):
-        raise CompactError(
+        raise ExportError(
             f"the ONNX model has {len(names)} inputs, and the example {len(given)} tensors: "
             "leave out of the example what the model does not use"
         )
     feed = {name: tensor.cpu().numpy() for name, tensor in zip(names, given, strict=True)}
     got = [torch.from_numpy(array) for array in session.run(None, feed)]
     if len(got) != len(expected):
-        raise CompactError(
+        raise ExportError(
             f"the ONNX model returns {len(got)} tensors, and the model {len(expected)}: let it "
             "return tensors only (for transformers: use_cache=False)"
         )

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from pdecay._utils.files import replacing
-from pdecay.deployment.model.errors import CompactError
+from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.program import evaluating, exported, quiet
-from pdecay.deployment.model.verification import agree, outputs
+from pdecay.deployment.model.outputs import agree, outputs
+from pdecay.deployment.model.program import exported, quiet
+from pdecay.deployment.model.state import evaluating
 
 HOW_TO_LOAD = {
     ".pt2": "torch.export.load(path).module()",
@@ -46,7 +47,7 @@ def save(model: nn.Module, example_inputs: Any, path: str | os.PathLike[str]) ->
             the module itself, as ``torch.save`` pickles it.
 
     Raises:
-        CompactError: if the model cannot be written so. Nothing is written then.
+        ExportError: if the model cannot be written so. Nothing is written then.
     """
     target = target_of(path, HOW_TO_LOAD)
     inputs = Inputs.of(example_inputs)
@@ -76,12 +77,10 @@ def _pickle(model: nn.Module, file: BinaryIO) -> None:
     try:
         torch.save(model, file)
     except Exception as error:
-        raise CompactError(
-            f"the model cannot be pickled ({error}): write a .pt2 instead"
-        ) from error
+        raise ExportError(f"the model cannot be pickled ({error}): write a .pt2 instead") from error
 
 
 def _check(model: nn.Module, inputs: Inputs, program: nn.Module) -> None:
     with evaluating(model):
         if not agree(outputs(model, inputs), outputs(program, inputs)):
-            raise CompactError("the exported program's outputs are not the model's")
+            raise ExportError("the exported program's outputs are not the model's")

@@ -22,6 +22,7 @@ from torch.nn import functional
 from pdecay.deployment.layers import kernel as layers_kernel
 from pdecay.deployment.layers.kernel import Call, Plan, is_traced
 from pdecay.deployment.layers.tiling import NonZeros, Shape, convolution, rows
+from pdecay.deployment.model.state import total_nbytes
 
 __all__ = ["SparseConv2d", "SparseLayer", "SparseLinear", "why_not"]
 
@@ -95,10 +96,8 @@ class SparseLayer(nn.Module):
     @property
     def nbytes(self) -> int:
         """The bytes that the layer holds, the plans of the inputs seen so far included."""
-        held = {tensor.data_ptr(): tensor.nbytes for tensor in self.buffers()}
-        for plan in self._plans.values():
-            held |= {tensor.data_ptr(): tensor.nbytes for tensor in plan.arrays.values()}
-        return sum(held.values())
+        arrays = (array for plan in self._plans.values() for array in plan.arrays.values())
+        return total_nbytes((*self.buffers(), *arrays))
 
     @property
     def weight(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The example that a model is run on."""
+"""The example inputs that a model runs on."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of a model's call."""
+    """The positional and keyword arguments of one call of a model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @classmethod
     def of(cls, example: Any) -> Inputs:
-        """From a tensor, a tuple of arguments, or a dict of keyword arguments."""
+        """Make inputs from a tensor, a tuple of arguments, or a dict of keyword arguments."""
         if isinstance(example, Tensor):
             made = cls((example,), {})
         elif isinstance(example, Mapping):
             names = [name for name in example if not isinstance(name, str)]
             if names:
-                raise TypeError(f"example_inputs has a keyword that is no string: {names[0]!r}")
+                raise TypeError(
+                    f"the keys of example_inputs must be strings (argument names), got {names[0]!r}"
+                )
             made = cls((), dict(example))
         elif isinstance(example, tuple | list):
             made = cls(tuple(example), {})
@@ -38,47 +40,61 @@ class Inputs:
         shapes = [tuple(tensor.shape) for tensor in made.tensors]
         if shapes and all(0 in shape for shape in shapes):
             raise ValueError(
-                f"example_inputs has no numbers, got a tensor of shape {shapes[0]}: an example "
-                "needs at least one row"
+                f"example_inputs has no elements, got a tensor of shape {shapes[0]}: give at "
+                "least one row"
             )
         return made
 
     @property
     def tensors(self) -> list[Tensor]:
+        """All tensors in the arguments, also in nested containers."""
         leaves = tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether all tensors have a first axis, of the same size."""
+        sizes = {tensor.shape[:1] for tensor in self.tensors}
+        return len(sizes) == 1 and sizes != {torch.Size([])}
+
     def call(self, model: nn.Module) -> Any:
+        """Call the model with these arguments."""
         return model(*self.args, **self.kwargs)
 
     def double(self) -> Inputs:
-        """The same numbers in float64."""
+        """Return these inputs with floating-point tensors converted to float64."""
+        return self._map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
-        def wide(leaf: Any) -> Any:
-            numbers = isinstance(leaf, Tensor) and leaf.is_floating_point()
-            return leaf.double() if numbers else leaf
+    def repeated(self) -> Inputs:
+        """Return these inputs with every tensor repeated along its first axis."""
+        return self._map(lambda tensor: torch.cat([tensor, tensor]))
 
-        args, kwargs = tree_map(wide, (self.args, self.kwargs))
-        return Inputs(args, kwargs)
+    def randomized(self, generator: torch.Generator) -> Inputs:
+        """Return other inputs of the same kind.
 
-    def others(self, generator: torch.Generator) -> Inputs:
-        """Other inputs of the same kind: new random numbers, the same tokens in another order.
-
-        Bool tensors are masks and stay: a random one may hide a whole row.
+        Floating-point tensors get random numbers of similar scale, integer tensors a permutation
+        of their elements. Bool tensors are masks and stay, since a random mask may hide a whole
+        row.
         """
 
-        def other(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.dtype == torch.bool or not leaf.numel():
-                return leaf
-            if leaf.is_floating_point():
-                noise = torch.randn(leaf.shape, generator=generator, dtype=torch.float32)
-                values = leaf.detach().float()
-                scale = values.std() if leaf.numel() > 1 else values.abs().max()
-                if scale == 0:  # an example of zeros or ones, for the shape alone
+        def randomize(tensor: Tensor) -> Tensor:
+            if tensor.dtype == torch.bool or not tensor.numel():
+                return tensor
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+                values = tensor.detach().float()
+                scale = values.std() if tensor.numel() > 1 else values.abs().max()
+                if scale == 0:  # torch.zeros or torch.ones: an example for the shape only
                     scale = values.abs().max().clamp(min=1)
-                return (values.mean() + 2 * scale * noise.to(leaf.device)).to(leaf.dtype)
-            order = torch.randperm(leaf.numel(), generator=generator).to(leaf.device)
-            return leaf.flatten()[order].view_as(leaf)
+                return (values.mean() + 2 * scale * noise.to(tensor.device)).to(tensor.dtype)
+            order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+            return tensor.flatten()[order].view_as(tensor)
 
-        args, kwargs = tree_map(other, (self.args, self.kwargs))
+        return self._map(randomize)
+
+    def _map(self, change: Any) -> Inputs:
+        args, kwargs = tree_map(
+            lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf,
+            (self.args, self.kwargs),
+        )
         return Inputs(args, kwargs)

@@ -1,4 +1,4 @@
-"""A model as a program of torch.export: it runs without the code of the model's class."""
+"""A model as a program of ``torch.export``, which runs without the code of the model's class."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_map
 
-from pdecay.deployment.model.errors import CompactError
+from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
+from pdecay.deployment.model.state import evaluating
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Program:
     """An exported model.
 
     Args:
-        exported: torch's own form of it.
+        exported: the program.
         free_batch: whether the first axis of the inputs may have any size.
     """
 
@@ -32,55 +33,28 @@ class Program:
 
 
 def exported(model: nn.Module, inputs: Inputs) -> Program:
-    """Export a model in eval mode, for batches of any size if its code allows it.
+    """Export a model in eval mode, for any batch size if its code allows that.
 
     Raises:
-        CompactError: if torch.export does not take the model.
+        ExportError: if torch.export fails.
     """
     with evaluating(model), quiet():
-        if has_batch(inputs):
-            # What torch sees once only, it takes for a size that is always one.
-            example = twice(inputs)
+        if inputs.has_batch:
+            # torch.export specializes on an axis of size 1, so the example gets at least two rows.
             with contextlib.suppress(Exception):
-                return Program(_export(model, example, free=True), free_batch=True)
+                program = _export(model, inputs.repeated(), free_batch=True)
+                return Program(program, free_batch=True)
         try:
-            return Program(_export(model, inputs, free=False), free_batch=False)
+            return Program(_export(model, inputs, free_batch=False), free_batch=False)
         except Exception as error:
-            raise CompactError(
-                f"torch.export does not take {type(model).__name__}: {_first_line(error)}"
+            raise ExportError(
+                f"torch.export failed on {type(model).__name__}: {_first_line(error)}"
             ) from error
-
-
-def has_batch(inputs: Inputs) -> bool:
-    """Whether all tensors have a first axis of one and the same size."""
-    sizes = {tensor.shape[:1] for tensor in inputs.tensors}
-    return len(sizes) == 1 and sizes != {torch.Size([])}
-
-
-def twice(inputs: Inputs) -> Inputs:
-    """Every tensor followed by itself."""
-    args, kwargs = tree_map(
-        lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) else leaf,
-        (inputs.args, inputs.kwargs),
-    )
-    return Inputs(args, kwargs)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """In eval mode, and then in the modes that the modules were in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch's exporters say about their own code."""
+    """Suppress the warnings and log lines of torch's exporters."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -94,9 +68,9 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _export(model: nn.Module, inputs: Inputs, *, free: bool) -> ExportedProgram:
+def _export(model: nn.Module, inputs: Inputs, *, free_batch: bool) -> ExportedProgram:
     shapes: Any = None
-    if free:
+    if free_batch:
         args, kwargs = tree_map(
             lambda leaf: {0: Dim.DYNAMIC} if isinstance(leaf, Tensor) else None,
             (inputs.args, inputs.kwargs),
@@ -107,7 +81,7 @@ def _export(model: nn.Module, inputs: Inputs, *, free: bool) -> ExportedProgram:
             model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False
         )
     for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # a file is not to tell where the user's code lies
+        node.meta.pop("stack_trace", None)  # it names paths on this machine
     return program
 
 

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map
 
 from pdecay.deployment.compact import CompactError, compact
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer, SparseLinear, why_not
-from pdecay.deployment.model.copies import shared_copy
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.verification import difference, outputs
+from pdecay.deployment.model.outputs import difference, outputs
+from pdecay.deployment.model.state import shared_copy, total_nbytes
 from pdecay.deployment.runtime.fusing import fuse
 from pdecay.deployment.runtime.report import DeployedLayer, DeployReport
 from pdecay.deployment.runtime.timing import interleaved
@@ -384,8 +384,7 @@ def _bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, each storage once, and of the plans of sparse layers."""
     if isinstance(model, SparseLayer):
         return model.nbytes
-    held = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    return sum(held.values()) + sum(
+    return total_nbytes((*model.parameters(), *model.buffers())) + sum(
         module.nbytes - sum(buffer.nbytes for buffer in module.buffers())
         for module in model.modules()
         if isinstance(module, SparseLayer)

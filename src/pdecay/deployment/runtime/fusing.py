@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from pdecay.deployment.layers.modules import SparseLayer
-from pdecay.deployment.model.copies import shared_copy
+from pdecay.deployment.model.state import shared_copy
 from pdecay.deployment.runtime.wiring import has_hooks
 
 _RELUS = {functional.relu, functional.relu_, torch.relu, torch.relu_, "relu", "relu_"}

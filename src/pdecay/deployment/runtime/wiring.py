@@ -22,8 +22,8 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from pdecay.deployment.compact.trace import tensors_of
 from pdecay.deployment.model.inputs import Inputs
+from pdecay.deployment.model.outputs import tensors_of
 
 LAYERS = (nn.Linear, nn.Conv2d)
 _MAKERS = (*LAYERS, batchnorm._BatchNorm, nn.ReLU)  # whose outputs are followed

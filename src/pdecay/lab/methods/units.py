@@ -5,8 +5,7 @@ Found by running the network once and watching its modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pdecay._core.parameters import is_norm, owners_of
+from pdecay.deployment.model.state import evaluating
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -170,20 +170,9 @@ def _shared(model: nn.Module) -> set[nn.Module]:
 def _run(model: nn.Module, inputs: Tensor, hooks: list[RemovableHandle]) -> Tensor:
     """The model's output in evaluation mode; takes the hooks off again."""
     try:
-        with _evaluating(model):
+        with evaluating(model):
             output: Tensor = model(inputs)
     finally:
         for hook in hooks:
             hook.remove()
     return output
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -1,0 +1,102 @@
+"""A model's output tensors, and the comparison of two models by their outputs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pdecay.deployment.model.inputs import Inputs
+
+TOLERANCE = 1e-5  # relative to the largest element of an output
+
+
+def tensors_of(output: object) -> Iterator[Tensor]:
+    """Yield the tensors in a model's output: in tuples, lists, dicts and dataclasses.
+
+    Other objects, such as the key-value cache of a transformer, are skipped.
+    """
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_of(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from tensors_of(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for one in dataclasses.fields(output):
+            yield from tensors_of(getattr(output, one.name))
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """Run a model and return copies of its output tensors."""
+    return [tensor.clone() for tensor in tensors_of(inputs.call(model))]
+
+
+def difference(expected: list[Tensor], got: list[Tensor]) -> float:
+    """Return the largest difference of two lists of outputs, relative to each largest element.
+
+    The difference is infinite if the numbers, shapes or dtypes of the tensors differ, if integer
+    or bool tensors are not equal, or if NaN and infinity are at different positions.
+    """
+    if len(expected) != len(got):
+        return float("inf")
+    pairs = zip(expected, got, strict=True)
+    return max((_difference(one, other) for one, other in pairs), default=0.0)
+
+
+def agree(expected: list[Tensor], got: list[Tensor], slack: float = 1.0) -> bool:
+    """Return whether all outputs are equal up to ``TOLERANCE * slack``.
+
+    Dtypes of low precision are compared up to eight rounding errors if that is more.
+    """
+    if len(expected) != len(got):
+        return False
+    return all(
+        _difference(one, other) <= slack * max(TOLERANCE, 8 * _rounding(one))
+        for one, other in zip(expected, got, strict=True)
+    )
+
+
+def agree_in_float64(model: nn.Module, other: nn.Module, inputs: Inputs) -> bool:
+    """Return whether two models agree when both run in float64.
+
+    Rounding errors of a deep network in float32 may exceed the tolerance even if both models
+    compute the same function. Return False if a model does not run in float64.
+    """
+    try:
+        expected, got = (
+            outputs(copy.deepcopy(one).double(), inputs.double()) for one in (model, other)
+        )
+    except Exception:
+        return False
+    return agree(expected, got)
+
+
+def _rounding(tensor: Tensor) -> float:
+    inexact = tensor.is_floating_point() or tensor.is_complex()
+    return torch.finfo(tensor.dtype).eps if inexact else 0.0
+
+
+def _difference(expected: Tensor, got: Tensor) -> float:
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return float("inf")
+    if not _rounding(expected):
+        return 0.0 if torch.equal(expected, got) else float("inf")
+    finite = expected.isfinite()
+    same_elsewhere = torch.equal(finite, got.isfinite()) and torch.allclose(
+        expected[~finite], got[~finite], equal_nan=True
+    )
+    if not same_elsewhere:
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    expected, got = expected[finite], got[finite]
+    error = float((expected - got).abs().max())
+    scale = float(expected.abs().max())
+    return error / scale if scale else (float("inf") if error else 0.0)

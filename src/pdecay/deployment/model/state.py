@@ -1,0 +1,45 @@
+"""A model's modes, copies and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set all modules to eval mode, and restore each module's own mode on exit."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def shared_copy(model: Model) -> Model:
+    """Return a copy in eval mode that shares the original's parameters and buffers."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
+
+
+def memory_key(tensor: Tensor) -> tuple[object, ...]:
+    """Return a key that is equal for two strided tensors iff they view the same memory alike.
+
+    Two names of a state dict with equal keys are tied: they hold the same tensor. Empty tensors
+    have no memory, so that their keys say nothing.
+    """
+    view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), *view)
+
+
+def total_nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of all tensors. Tensors that start at the same address count once."""
+    return sum({(tensor.device, tensor.data_ptr()): tensor.nbytes for tensor in tensors}.values())
