@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from pdecay._core.arrays import namespace
-from pdecay._core.penalty import Array, Penalty, check_number, magnitude
+from pdecay._core.penalty import Array, Penalty, magnitude
+from pdecay._core.validation import check_number
 
 Strength = Any  # a number >= 0, or an array of them that broadcasts against the weights
 

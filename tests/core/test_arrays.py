@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from pdecay import Lp
-from pdecay._core.arrays import TensorList, namespace
+from pdecay._core.arrays import namespace
+from pdecay._core.tensors import TensorList
 from pdecay._optim.step import factors, multiply_
 
 PENALTIES = [

@@ -7,8 +7,16 @@ import torch
 from torch import nn
 
 from pdecay import Every, Lp, Slow
-from pdecay._core import group_settings as settings
-from pdecay._core.group_settings import KEYS, Defaults
+from pdecay._core.group_settings import (
+    DECAY_KEYS,
+    Defaults,
+    complete_checkpoint,
+    decayed_params,
+    groups_with_settings,
+    penalty_of,
+    scale_of,
+    write_settings,
+)
 from pdecay._core.penalty import Sum
 
 ELASTIC = Lp(0.8, 0.1) + Lp(2, 0.2)
@@ -26,7 +34,7 @@ def weight(*shape: int) -> nn.Parameter:
 
 
 def written(group, penalty=None, auxiliary=()):
-    settings.write(group, Defaults(penalty, list(auxiliary)))
+    write_settings(group, Defaults(penalty, list(auxiliary)))
     return group
 
 
@@ -35,7 +43,7 @@ class TestWrite:
         assert written({"lr": 0.1}, ELASTIC) == {"lr": 0.1, **PLAIN}
 
     def test_writes_every_key_there_is(self):
-        assert written({}).keys() == set(KEYS)
+        assert written({}).keys() == set(DECAY_KEYS)
 
     def test_gives_no_decay_where_there_is_no_default(self):
         assert written({})["decay"] == []
@@ -115,7 +123,7 @@ class TestWithSettings:
             "one tensor in a group": ([{"params": a}], [[a]]),
         }
         params, expected = forms[given]
-        groups = settings.with_settings(params, Defaults(ELASTIC))
+        groups = groups_with_settings(params, Defaults(ELASTIC))
         assert len(groups) == len(expected)
         for group, members in zip(groups, expected, strict=True):
             assert all(x is y for x, y in zip(group["params"], members, strict=True))
@@ -123,34 +131,34 @@ class TestWithSettings:
 
     def test_takes_names(self):
         a = weight()
-        (group,) = settings.with_settings([("a", a)], Defaults(ELASTIC))
+        (group,) = groups_with_settings([("a", a)], Defaults(ELASTIC))
         assert group["params"] == [("a", a)]
 
     def test_does_not_change_what_it_is_given(self):
         given = [{"params": [weight()], "decay": ELASTIC, "name": "head"}]
         before = dict(given[0])
-        (group,) = settings.with_settings(given, Defaults(None))
+        (group,) = groups_with_settings(given, Defaults(None))
         assert given[0] == before
         assert group["name"] == "head"
 
     @pytest.mark.parametrize("nothing", [[], iter(()), [{"params": []}], [{"params": ()}] * 2])
     def test_of_nothing_is_an_error(self, nothing):
         with pytest.raises(ValueError, match="nothing to optimize: the parameter list is empty"):
-            settings.with_settings(nothing, Defaults(ELASTIC))
+            groups_with_settings(nothing, Defaults(ELASTIC))
 
     def test_one_empty_group_among_others_is_none(self):
         groups = [{"params": []}, {"params": [weight()]}]
-        assert len(settings.with_settings(groups, Defaults(ELASTIC))) == 2
+        assert len(groups_with_settings(groups, Defaults(ELASTIC))) == 2
 
 
 class TestPenaltyOf:
     def test_is_what_the_numbers_stand_for(self):
-        penalty = settings.penalty_of(dict(PLAIN))
+        penalty = penalty_of(dict(PLAIN))
         assert isinstance(penalty, Sum)
         assert penalty.terms == ELASTIC.terms
 
     def test_is_none_where_nothing_decays(self):
-        assert settings.penalty_of({**PLAIN, "decay": []}) is None
+        assert penalty_of({**PLAIN, "decay": []}) is None
 
 
 class TestScaleOf:
@@ -160,29 +168,29 @@ class TestScaleOf:
     def test_is_zero_for_what_is_spared(self, shape, by_default):
         param = nn.Parameter(torch.ones(shape))
         group = {**PLAIN, "decay_scale": 0.5}
-        assert settings.scale_of(param, 0, group) == by_default
-        assert settings.scale_of(param, 0, {**group, "decay_1d": True}) == 0.5
-        assert settings.scale_of(param, 0, {**group, "decay_1d": True, "decay": []}) == 0.0
+        assert scale_of(param, 0, group) == by_default
+        assert scale_of(param, 0, {**group, "decay_1d": True}) == 0.5
+        assert scale_of(param, 0, {**group, "decay_1d": True, "decay": []}) == 0.0
 
     def test_may_differ_from_parameter_to_parameter(self):
         group = {**PLAIN, "params": [weight(), weight(3)], "decay_scale": [0.25, 0.75]}
-        assert settings.scale_of(group["params"][0], 0, group) == 0.25
-        assert settings.scale_of(group["params"][1], 1, group) == 0.0
-        assert settings.scale_of(group["params"][1], 1, {**group, "decay_1d": True}) == 0.75
+        assert scale_of(group["params"][0], 0, group) == 0.25
+        assert scale_of(group["params"][1], 1, group) == 0.0
+        assert scale_of(group["params"][1], 1, {**group, "decay_1d": True}) == 0.75
 
     def test_of_lazy_parameters(self):
         lazy = nn.LazyLinear(3).weight
-        assert settings.scale_of(lazy, 0, PLAIN) == 1.0
-        assert settings.scale_of(lazy, 0, {**PLAIN, "decay": []}) == 0.0
+        assert scale_of(lazy, 0, PLAIN) == 1.0
+        assert scale_of(lazy, 0, {**PLAIN, "decay": []}) == 0.0
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.0, [0.0, 0.5, 1.0]])
 def test_decayed_asks_for_the_kind_of_parameter_not_for_the_scale(scale):
     matrix, bias, kernel = weight(), weight(3), weight(2, 3, 1, 1)
     group = {**PLAIN, "params": [matrix, bias, kernel], "decay_scale": scale}
-    assert [id(param) for param in settings.decayed(group)] == [id(matrix), id(kernel)]
-    assert len(settings.decayed({**group, "decay_1d": True})) == 3
-    assert settings.decayed({**group, "decay": []}) == []
+    assert [id(param) for param in decayed_params(group)] == [id(matrix), id(kernel)]
+    assert len(decayed_params({**group, "decay_1d": True})) == 3
+    assert decayed_params({**group, "decay": []}) == []
 
 
 class TestCompleted:
@@ -193,18 +201,18 @@ class TestCompleted:
         current = {**PLAIN, "decay_scale": 0.5, "lr": 0.1}
         saved = self.checkpoint({"lr": 0.2, "name": "head"})
         before = copy.deepcopy(saved)
-        (group,) = settings.completed(saved, [current])["param_groups"]
+        (group,) = complete_checkpoint(saved, [current])["param_groups"]
         assert group == {"params": [0], **PLAIN, "decay_scale": 0.5, "lr": 0.2, "name": "head"}
         assert saved == before
 
     def test_takes_the_checkpoint_s_own_first(self):
         own = {**PLAIN, "decay": [[1.0, 0.5]], "decay_scale": 0.25, "decay_1d": True}
-        completed = settings.completed(self.checkpoint(own), [dict(PLAIN)])
+        completed = complete_checkpoint(self.checkpoint(own), [dict(PLAIN)])
         assert completed["param_groups"] == [{"params": [0], **own}]
 
     def test_keeps_the_rest(self):
         saved = {**self.checkpoint(PLAIN), "version": 3}
-        completed = settings.completed(saved, [dict(PLAIN)])
+        completed = complete_checkpoint(saved, [dict(PLAIN)])
         assert completed["version"] == 3
         assert completed["state"] is saved["state"]
 
@@ -213,9 +221,9 @@ class TestCompleted:
         before = copy.deepcopy(saved)
         rule = "p must be finite and >= 0, got -1.0"
         with pytest.raises(ValueError, match=f"checkpoint's decay for parameter group 1 .*{rule}"):
-            settings.completed(saved, [dict(PLAIN), dict(PLAIN)])
+            complete_checkpoint(saved, [dict(PLAIN), dict(PLAIN)])
         assert saved == before
 
     def test_leaves_another_number_of_groups_to_torch(self):
         saved = self.checkpoint(PLAIN, PLAIN)
-        assert settings.completed(saved, [dict(PLAIN)]) is saved
+        assert complete_checkpoint(saved, [dict(PLAIN)]) is saved

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdecay import Lp
-from pdecay._core.penalty import Penalty, Sum, as_penalty, check_number, magnitude
+from pdecay._core.penalty import Penalty, Sum, as_penalty, magnitude
+from pdecay._core.validation import check_number
 
 FRAMEWORKS = {"numpy": np.array, "torch": lambda *a: torch.tensor(*a, dtype=torch.float64)}
 frameworks = pytest.mark.parametrize("array", FRAMEWORKS.values(), ids=FRAMEWORKS.keys())

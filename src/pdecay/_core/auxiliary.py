@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdecay._core.penalty import Penalty, check_count, check_number
+from pdecay._core.penalty import Penalty
+from pdecay._core.validation import check_count, check_number
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from pdecay._core.auxiliary import as_plain
-from pdecay._core.penalty import Penalty, as_penalty, check_number
+from pdecay._core.penalty import Penalty, as_penalty
+from pdecay._core.validation import check_number
 
 Group = dict[str, Any]
-KEYS = ("decay", "decay_scale", "decay_lr", "decay_1d", "decay_auxiliary")
+DECAY_KEYS = ("decay", "decay_scale", "decay_lr", "decay_1d", "decay_auxiliary")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Defaults:
     auxiliary: list[float] = field(default_factory=list)
 
 
-def write(group: Group, defaults: Defaults) -> None:
+def write_settings(group: Group, defaults: Defaults) -> None:
     """Bring a group's settings into their plain form; `defaults` where it has none of its own.
 
     Raises:
@@ -60,23 +61,23 @@ def write(group: Group, defaults: Defaults) -> None:
     group.update(plain)
 
 
-def with_settings(params: Iterable[Any], defaults: Defaults) -> list[Group]:
+def groups_with_settings(params: Iterable[Any], defaults: Defaults) -> list[Group]:
     """Parameters in any form that a torch optimizer takes, as groups with their settings."""
     if isinstance(params, Tensor):
         raise TypeError("params must be a list of tensors or of groups, got one tensor")
     given = list(params)
     if given and not isinstance(given[0], dict):
         given = [{"params": given}]
-    groups = [with_own_settings(group, defaults) for group in given]
+    groups = [group_with_settings(group, defaults) for group in given]
     if not any(group["params"] for group in groups):
         raise ValueError("there is nothing to optimize: the parameter list is empty")
     return groups
 
 
-def with_own_settings(group: Group, defaults: Defaults) -> Group:
+def group_with_settings(group: Group, defaults: Defaults) -> Group:
     """A group as a user gives it, with its settings; the user's own dict is left alone."""
     group = {**group, "params": _listed(group["params"])}
-    write(group, defaults)
+    write_settings(group, defaults)
     return group
 
 
@@ -101,13 +102,13 @@ def scales_of(params: Sequence[Tensor], group: Group) -> list[float]:
     return [scale_of(param, places[param], group) for param in params]
 
 
-def decayed(group: Group) -> list[Tensor]:
+def decayed_params(group: Group) -> list[Tensor]:
     """The parameters that the group's decay is there for, whatever its scale is now."""
     unscaled = {**group, "decay_scale": 1.0}
     return [param for i, param in enumerate(group["params"]) if scale_of(param, i, unscaled)]
 
 
-def completed(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
+def complete_checkpoint(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
     """A checkpoint with the settings that it lacks taken from `groups`, and checked.
 
     A checkpoint of plain AdamW, or from before ``attach``, knows nothing of a decay. Nothing is
@@ -117,9 +118,9 @@ def completed(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]
         return state_dict  # torch has the clear error for this
     filled = []
     for index, (saved, current) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
-        merged = {**{key: current[key] for key in KEYS if key in current}, **saved}
+        merged = {**{key: current[key] for key in DECAY_KEYS if key in current}, **saved}
         try:
-            write(merged, Defaults(None))
+            write_settings(merged, Defaults(None))
         except (TypeError, ValueError) as error:
             raise type(error)(
                 f"the checkpoint's decay for parameter group {index} does not fit: {error}"

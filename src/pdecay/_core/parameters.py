@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pdecay._core import group_settings as settings
+from pdecay._core.group_settings import penalty_of, scale_of
 from pdecay._core.penalty import Penalty, as_penalty
 
 _NORMS = (
@@ -133,12 +133,12 @@ def frozen_in(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     """The parameters that decay, are all zero, and so would never move; with their names."""
     frozen = []
     for g, group in enumerate(optimizer.param_groups):
-        penalty = settings.penalty_of(group)
+        penalty = penalty_of(group)
         if penalty is None or not penalty.absorbs or group["decay_auxiliary"]:
             continue  # with an anchor of its own, a weight can leave zero
         names = group.get("param_names")
         for i, param in enumerate(group["params"]):
-            if settings.scale_of(param, i, group) and param.requires_grad and is_zero(param):
+            if scale_of(param, i, group) and param.requires_grad and is_zero(param):
                 shape = "x".join(map(str, param.shape))
                 name = names[i] if names else f"parameter {i} of group {g} ({shape})"
                 frozen.append((name, param))

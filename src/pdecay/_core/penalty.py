@@ -17,7 +17,6 @@ it. Only operators that arrays of all frameworks share are used, in place where 
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from pdecay._core.arrays import namespace
+from pdecay._core.validation import check_number
 
 Array = Any  # a numpy array, a torch tensor, or anything else that follows the array API
 
@@ -174,29 +174,6 @@ def as_penalty(decay: object) -> Penalty | None:
     raise TypeError(
         f"a decay must be an Lp, a sum of Lp, None or a list of [p, lam] pairs, got {decay!r}"
     )
-
-
-def check_number(name: str, value: object) -> float:
-    """The value as a float, if it is a finite number >= 0; else an error that names it."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:  # an int or a fraction beyond any float
-        number = math.inf
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
-    return number
-
-
-def check_count(name: str, value: object, least: int = 1) -> int:
-    """The value, if it is a whole number of at least `least`; else an error that names it."""
-    rule = f"{name} must be a whole number >= {least}, got {value!r}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(rule)
-    if value < least:
-        raise ValueError(rule)
-    return value
 
 
 def magnitude(w: Array) -> Array:

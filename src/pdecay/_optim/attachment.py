@@ -18,11 +18,18 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would load the compiler now
 from torch.optim import Optimizer
 
-from pdecay._core import group_settings as settings
 from pdecay._core.auxiliary import Auxiliary, as_plain, decay_at_anchor_
-from pdecay._core.group_settings import Defaults, Group
+from pdecay._core.group_settings import (
+    DECAY_KEYS,
+    Defaults,
+    Group,
+    complete_checkpoint,
+    scale_of,
+    write_settings,
+)
 from pdecay._core.parameters import warn_of_frozen
-from pdecay._core.penalty import Penalty, as_penalty, check_number
+from pdecay._core.penalty import Penalty, as_penalty
+from pdecay._core.validation import check_number
 from pdecay._optim.hooks import calling_step, is_inside
 from pdecay._optim.kernels.dispatch import path_for
 from pdecay._optim.step import decay_rate
@@ -87,7 +94,7 @@ def attach(
     if step == "prox" and defaults.auxiliary:
         raise ValueError("the proximal step has no s: auxiliary must be Instant() or None")
     for group in optimizer.param_groups:
-        settings.write({**group}, defaults)  # on a copy: all are checked before one changes
+        write_settings({**group}, defaults)  # on a copy: all are checked before one changes
         if lr is None and "lr" not in group:
             raise ValueError(
                 f"{type(optimizer).__name__} has no group['lr']: pass lr=, a number or a function "
@@ -172,22 +179,22 @@ class Attachment:
             hook.remove()
         self._hooks = []
         for index, group in enumerate(self.optimizer.param_groups):
-            for key in settings.KEYS if index in self._given else ():
+            for key in DECAY_KEYS if index in self._given else ():
                 group.pop(key, None)
             group.update(self._given.get(index, {}))
 
     def _write_settings(self, optimizer: Optimizer) -> None:
         """Also for groups that add_param_group brought since the last time."""
         for index, group in enumerate(optimizer.param_groups):
-            own = {key: group[key] for key in settings.KEYS if key in group}
+            own = {key: group[key] for key in DECAY_KEYS if key in group}
             self._given.setdefault(index, own)
-            settings.write(group, self._defaults)
+            write_settings(group, self._defaults)
 
     def _complete_checkpoint(
         self, optimizer: Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
         self._write_settings(optimizer)
-        return settings.completed(state_dict, optimizer.param_groups)
+        return complete_checkpoint(state_dict, optimizer.param_groups)
 
     @_disable_dynamo
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -203,7 +210,7 @@ class Attachment:
         self._remembered = []
         for group in optimizer.param_groups:
             for i, param in enumerate(group["params"]):
-                scale = settings.scale_of(param, i, group)
+                scale = scale_of(param, i, group)
                 if scale and (closure or param.grad is not None):
                     # Neither an anchor's decay nor the proximal step asks for the old weights.
                     copied = self.step == "decay" and not group["decay_auxiliary"]

@@ -22,11 +22,19 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _default_to_fused_or_foreach
 from torch.optim.sgd import sgd
 
-from pdecay._core import group_settings as settings
 from pdecay._core.auxiliary import Auxiliary, as_plain, decay_at_anchor_
-from pdecay._core.group_settings import Defaults, Group
+from pdecay._core.group_settings import (
+    Defaults,
+    Group,
+    complete_checkpoint,
+    group_with_settings,
+    groups_with_settings,
+    penalty_of,
+    scales_of,
+)
 from pdecay._core.parameters import warn_of_frozen
-from pdecay._core.penalty import Lp, Penalty, as_penalty, check_number
+from pdecay._core.penalty import Lp, Penalty, as_penalty
+from pdecay._core.validation import check_number
 from pdecay._optim.kernels.dispatch import paths_for
 from pdecay._optim.step import check_rate, decay_rate, factors, multiply_
 
@@ -45,13 +53,13 @@ class _Decaying(Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):  # else torch has the clear error
-            param_group = settings.with_own_settings(param_group, self._defaults())
+            param_group = group_with_settings(param_group, self._defaults())
         super().add_param_group(param_group)
         if "decay" in self.defaults:  # else __init__ is not done, and warns at its end
             warn_of_frozen(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(settings.completed(state_dict, self.param_groups))
+        super().load_state_dict(complete_checkpoint(state_dict, self.param_groups))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -140,7 +148,7 @@ class PAdam(_Decaying, AdamW):
     ) -> None:
         defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
         super().__init__(
-            settings.with_settings(params, defaults),
+            groups_with_settings(params, defaults),
             check_rate(lr),
             betas,
             eps,
@@ -234,7 +242,7 @@ class PSGD(_Decaying, SGD):
     ) -> None:
         defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
         super().__init__(
-            settings.with_settings(params, defaults),
+            groups_with_settings(params, defaults),
             check_rate(lr),
             check_number("momentum", momentum),
             dampening,
@@ -342,8 +350,8 @@ def _parts(
 
     Without foreach each parameter is a part, so that one factor is in memory at a time.
     """
-    penalty = settings.penalty_of(group)
-    scales = settings.scales_of(params, group)
+    penalty = penalty_of(group)
+    scales = scales_of(params, group)
     fused = group["fused"]
     if (fused is None and group["foreach"] is not None) or not only_dense:
         fused = False

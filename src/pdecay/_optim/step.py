@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from pdecay._core.arrays import TensorList
 from pdecay._core.group_settings import Group
-from pdecay._core.penalty import Penalty, check_number
+from pdecay._core.penalty import Penalty
+from pdecay._core.tensors import TensorList
+from pdecay._core.validation import check_number
 
 
 def decay_rate(

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pdecay._core import group_settings as settings
+from pdecay._core.group_settings import decayed_params
 from pdecay._core.parameters import decays_by_default, owners_of
-from pdecay._core.penalty import check_number, magnitude
+from pdecay._core.penalty import magnitude
+from pdecay._core.validation import check_number
 from pdecay._utils.tables import aligned
 
 
@@ -191,7 +192,7 @@ def _all_zero(is_zero: Tensor) -> tuple[int, ...]:
 
 def _decayed_by(optimizer: Optimizer, param: Tensor) -> bool:
     return any(
-        "decay" in group and any(param is other for other in settings.decayed(group))
+        "decay" in group and any(param is other for other in decayed_params(group))
         for group in optimizer.param_groups
     )
 

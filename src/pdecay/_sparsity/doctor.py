@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
-from pdecay._core import group_settings as settings
+from pdecay._core.group_settings import Group, decayed_params, penalty_of, scale_of
 from pdecay._core.parameters import frozen_in, is_norm, owners_of
 from pdecay._core.penalty import Penalty, magnitude
 from pdecay._optim.attachment import is_decaying
@@ -120,8 +120,8 @@ def _settings(optimizer: Optimizer) -> Iterator[Finding]:
         if not group["decay"]:
             continue
         where = f"group {index}"
-        penalty = settings.penalty_of(group)
-        scales = [settings.scale_of(param, i, group) for i, param in enumerate(group["params"])]
+        penalty = penalty_of(group)
+        scales = [scale_of(param, i, group) for i, param in enumerate(group["params"])]
         if penalty is None or not any(lam for _, lam in penalty.pairs()) or not any(scales):
             yield Finding(
                 "warning",
@@ -146,9 +146,7 @@ def _settings(optimizer: Optimizer) -> Iterator[Finding]:
             )
 
 
-def _norms(
-    where: str, group: settings.Group, penalty: Penalty, optimizer: Optimizer
-) -> Iterator[Finding]:
+def _norms(where: str, group: Group, penalty: Penalty, optimizer: Optimizer) -> Iterator[Finding]:
     powers = [p for p, lam in penalty.pairs() if lam]
     if min(powers) > 1:
         yield Finding(
@@ -236,16 +234,16 @@ def _values(model: nn.Module) -> Iterator[Finding]:
         )
 
 
-def _decaying(optimizer: Optimizer) -> Iterator[tuple[Tensor, float, settings.Group, Penalty]]:
+def _decaying(optimizer: Optimizer) -> Iterator[tuple[Tensor, float, Group, Penalty]]:
     """Each parameter that decays, with its scale, its group and its penalty."""
     for group in optimizer.param_groups:
-        penalty = settings.penalty_of(group)
+        penalty = penalty_of(group)
         if penalty is None:
             continue
-        there_for = settings.decayed(group)
+        there_for = decayed_params(group)
         for i, param in enumerate(group["params"]):
             if any(param is other for other in there_for):
-                yield param, settings.scale_of(param, i, group), group, penalty
+                yield param, scale_of(param, i, group), group, penalty
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from pdecay._core.parameters import decays_by_default, owners_of
-from pdecay._core.penalty import check_count, check_number
+from pdecay._core.validation import check_count, check_number
 from pdecay._sparsity.ranking import count_weights, kth_magnitude
 
 

@@ -19,7 +19,8 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would load 
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from pdecay._core.penalty import check_count, check_number, magnitude
+from pdecay._core.penalty import magnitude
+from pdecay._core.validation import check_count, check_number
 from pdecay._optim.hooks import calling_step, is_inside
 from pdecay._sparsity.ranking import (
     count_weights,

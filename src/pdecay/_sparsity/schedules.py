@@ -19,8 +19,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from pdecay._core import group_settings as settings
-from pdecay._core.penalty import check_count, check_number
+from pdecay._core.group_settings import Group
+from pdecay._core.validation import check_count, check_number
 from pdecay._optim.attachment import is_decaying
 
 Milestones = Sequence[tuple[int, float | Sequence[float]]]
@@ -110,11 +110,11 @@ class PSchedule(_Schedule):
                 for p, (_, lam) in zip(self._powers_for(group, powers), group["decay"], strict=True)
             ]
 
-    def _decaying(self) -> list[settings.Group]:
+    def _decaying(self) -> list[Group]:
         return [group for group in self.optimizer.param_groups if group["decay"]]
 
     @staticmethod
-    def _powers_for(group: settings.Group, powers: list[float]) -> list[float]:
+    def _powers_for(group: Group, powers: list[float]) -> list[float]:
         terms = len(group["decay"])
         if len(powers) == 1:
             return powers * terms

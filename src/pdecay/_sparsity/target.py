@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pdecay._core import group_settings as settings
-from pdecay._core.penalty import as_penalty, check_count, check_number
+from pdecay._core.group_settings import Group, decayed_params
+from pdecay._core.penalty import as_penalty
+from pdecay._core.validation import check_count, check_number
 from pdecay._optim.attachment import attachment_of, is_decaying
 from pdecay._optim.step import decay_rate
 from pdecay._sparsity.ranking import (
@@ -248,7 +249,7 @@ class SparsityTarget:
             ]
             group["decay_scale"] = scales if self._by_layer else max(scales)
 
-    def _scale_for(self, group: settings.Group, tau: float) -> float:
+    def _scale_for(self, group: Group, tau: float) -> float:
         penalty = as_penalty(group["decay"])
         rate = self._rate(group)
         if not tau or not rate or penalty is None:
@@ -261,7 +262,7 @@ class SparsityTarget:
         pull: float = sum(lam * (large if p > 1 else tau) ** (p - 1) for p, lam in penalty.pairs())
         return speed / (rate * pull)
 
-    def _rate(self, group: settings.Group) -> float:
+    def _rate(self, group: Group) -> float:
         attachment = attachment_of(self.optimizer)
         if attachment is not None:
             return float(attachment.rate(group))
@@ -297,7 +298,7 @@ class SparsityTarget:
                 yield tensor[:: max(1, len(tensor) // _PROBED_ROWS)]
 
 
-def _absorbing_groups(optimizer: Optimizer, what: str) -> list[settings.Group]:
+def _absorbing_groups(optimizer: Optimizer, what: str) -> list[Group]:
     """The groups that decay weights and hold zeros, or an error that says what is missing."""
     if not isinstance(optimizer, Optimizer) or not is_decaying(optimizer):
         raise TypeError(
@@ -322,8 +323,8 @@ def _absorbing_groups(optimizer: Optimizer, what: str) -> list[settings.Group]:
     return groups
 
 
-def _decayed(group: settings.Group) -> list[Tensor]:
-    return [param for param in settings.decayed(group) if param.numel()]
+def _decayed(group: Group) -> list[Tensor]:
+    return [param for param in decayed_params(group) if param.numel()]
 
 
 def _check_target(name: str, target: object) -> float:

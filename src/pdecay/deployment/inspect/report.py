@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from pdecay._core.penalty import check_number
+from pdecay._core.validation import check_number
 from pdecay._utils.tables import aligned
 from pdecay.deployment.files.codec import bound
 from pdecay.deployment.files.container import naming

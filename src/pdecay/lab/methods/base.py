@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import pdecay
-from pdecay._core.penalty import check_number
+from pdecay._core.validation import check_number
 from pdecay.lab.tasks import Task
 
 

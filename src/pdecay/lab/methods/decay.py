@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 import pdecay
 from pdecay import Lp, PAdam, SparsityTarget, prox
-from pdecay._core.penalty import Penalty, check_number
+from pdecay._core.penalty import Penalty
+from pdecay._core.validation import check_number
 from pdecay.lab.methods.base import Method, Run, adamw, check_share, decayed_weights
 from pdecay.lab.tasks import Task
 

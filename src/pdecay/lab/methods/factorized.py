@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 import pdecay
-from pdecay._core.penalty import check_count, check_number
+from pdecay._core.validation import check_count, check_number
 from pdecay.lab.methods.base import Method, Run
 from pdecay.lab.tasks import Task
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pdecay import GradualMagnitudePruning, MagnitudePruning
-from pdecay._core.penalty import check_number
+from pdecay._core.validation import check_number
 from pdecay.lab.methods.base import Method, Run, adamw, check_share, decayed_weights
 from pdecay.lab.tasks import Task
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdecay._core.penalty import check_count, check_number
+from pdecay._core.validation import check_count, check_number
 from pdecay.lab import methods
 from pdecay.lab.methods import Method
 from pdecay.lab.tasks import task

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from pdecay._core.penalty import check_count
+from pdecay._core.validation import check_count
 from pdecay._optim.attachment import is_decaying
 from pdecay._optim.kernels.dispatch import path_for
 from pdecay._utils.files import LockedError, lock, remove_unfinished, replacing

@@ -1,0 +1,88 @@
+"""torch's side of ``arrays.py``: an array API namespace for tensors and for lists of tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class TorchNamespace:
+    """The array API functions that ``penalty.py`` and ``prox.py`` use, for torch tensors."""
+
+    float32, float64 = torch.float32, torch.float64
+    finfo = staticmethod(torch.finfo)
+    abs = staticmethod(torch.abs)
+    clip = staticmethod(torch.clip)
+    where = staticmethod(torch.where)
+    ones_like = staticmethod(torch.ones_like)
+
+    @staticmethod
+    def isdtype(dtype: torch.dtype, kind: str) -> bool:
+        return kind == "real floating" and dtype.is_floating_point
+
+    @staticmethod
+    def astype(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype)
+
+
+class TensorList:
+    """Tensors of one device and dtype that behave as one array.
+
+    Its operators call torch's multi-tensor functions (``torch._foreach_*``). The equation in
+    ``penalty.py`` then runs as a few calls for all tensors together, instead of a few kernel
+    launches for each tensor.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    def __array_namespace__(self) -> type[_ListNamespace]:
+        return _ListNamespace
+
+    def __pow__(self, exponent: float) -> TensorList:
+        return TensorList(list(torch._foreach_pow(self.tensors, exponent)))
+
+    def __ipow__(self, exponent: float) -> TensorList:
+        torch._foreach_pow_(self.tensors, exponent)
+        return self
+
+    def __iadd__(self, other: float | TensorList) -> TensorList:
+        torch._foreach_add_(self.tensors, _operand(other))
+        return self
+
+    def __imul__(self, other: float | Tensor | TensorList) -> TensorList:
+        torch._foreach_mul_(self.tensors, _operand(other))
+        return self
+
+    def __ge__(self, other: float) -> TensorList:
+        return TensorList([tensor >= other for tensor in self.tensors])
+
+
+def _operand(other: Any) -> Any:
+    return other.tensors if isinstance(other, TensorList) else other
+
+
+class _ListNamespace(TorchNamespace):
+    """The array API functions for a :class:`TensorList`."""
+
+    @staticmethod
+    def abs(x: TensorList) -> TensorList:  # type: ignore[override]
+        return TensorList(list(torch._foreach_abs(x.tensors)))
+
+    @staticmethod
+    def astype(x: TensorList, dtype: torch.dtype) -> TensorList:  # type: ignore[override]
+        return TensorList([tensor.to(dtype) for tensor in x.tensors])
+
+    @staticmethod
+    def ones_like(x: TensorList) -> TensorList:  # type: ignore[override]
+        return TensorList([torch.ones_like(tensor) for tensor in x.tensors])
+
+    @staticmethod
+    def where(condition: Tensor, x: TensorList, otherwise: float) -> TensorList:  # type: ignore[override]
+        return TensorList([torch.where(condition, tensor, otherwise) for tensor in x.tensors])

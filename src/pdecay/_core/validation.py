@@ -1,0 +1,39 @@
+"""Checks of numeric arguments. Each returns the value or raises an error that names it."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+
+def check_number(name: str, value: object) -> float:
+    """Return the value as a float.
+
+    Raises:
+        TypeError: if it is not a real number.
+        ValueError: if it is negative or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:  # an int or a fraction above the largest float
+        number = math.inf
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+    return number
+
+
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """Return the value.
+
+    Raises:
+        TypeError: if it is not an int.
+        ValueError: if it is below `least`.
+    """
+    message = f"{name} must be a whole number >= {least}, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(message)
+    if value < least:
+        raise ValueError(message)
+    return value
