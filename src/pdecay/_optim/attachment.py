@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler.disable would load the compiler now
 from torch.optim import Optimizer
 
 from pdecay._core.auxiliary import Auxiliary, as_plain, decay_at_anchor_
@@ -30,7 +28,7 @@ from pdecay._core.group_settings import (
 from pdecay._core.parameters import warn_of_frozen
 from pdecay._core.penalty import Penalty, as_penalty
 from pdecay._core.validation import check_number
-from pdecay._optim.hooks import calling_step, is_inside
+from pdecay._optim.hooks import StepHooks, check_takes_hooks, find_hooks
 from pdecay._optim.kernels.dispatch import path_for
 from pdecay._optim.step import decay_rate
 from pdecay.prox import penalty_prox
@@ -72,13 +70,7 @@ def attach(
         ``copy.deepcopy`` and ``pickle`` drop the hooks of any torch optimizer: attach to the copy
         again, or use :class:`PAdam` or :class:`PSGD`, which survive both.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"attach needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if not _takes_hooks(optimizer):
-        raise TypeError(
-            f"{type(optimizer).__name__} wraps another optimizer and has no hooks of its own: "
-            "attach to the inner one (usually its .optimizer)"
-        )
+    check_takes_hooks(optimizer, "attach")
     if is_decaying(optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} decays already; "
@@ -105,32 +97,12 @@ def attach(
 
 def attachment_of(optimizer: Optimizer) -> Attachment | None:
     """The handle that :func:`attach` returned for this optimizer, as long as it is attached."""
-    owners = (getattr(hook, "__self__", None) for hook in _pre_hooks(optimizer))
-    return next((owner for owner in owners if isinstance(owner, Attachment)), None)
+    return find_hooks(optimizer, Attachment)
 
 
 def is_decaying(optimizer: Optimizer) -> bool:
     """Whether p-norm weight decay acts in this optimizer's step."""
     return getattr(optimizer, "_decays", False) or attachment_of(optimizer) is not None
-
-
-def _takes_hooks(optimizer: Optimizer) -> bool:
-    """Wrappers that never ran ``Optimizer.__init__`` lack some or all of the places for hooks."""
-    try:
-        for register in (
-            optimizer.register_step_pre_hook,
-            optimizer.register_step_post_hook,
-            optimizer.register_state_dict_pre_hook,
-            optimizer.register_load_state_dict_pre_hook,
-        ):
-            register(lambda *args: None).remove()
-    except AttributeError:
-        return False
-    return True
-
-
-def _pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    return list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
 
 
 @dataclass(frozen=True)
@@ -143,8 +115,8 @@ class _Remembered:
     group: Group
 
 
-class Attachment:
-    """The decay on one optimizer, as :func:`attach` made it."""
+class Attachment(StepHooks):
+    """The decay on one optimizer, as returned by :func:`attach`."""
 
     def __init__(
         self,
@@ -154,76 +126,62 @@ class Attachment:
         fused: bool | None,
         step: Step,
     ) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.fused = fused
         self.step = step
         self._defaults = defaults
         self._lr = lr
-        self._given: dict[int, Group] = {}  # the settings that each group had of its own
-        self._frame: FrameType | None = None  # the step() call whose weights are remembered
+        self._own_settings: dict[int, Group] = {}  # settings of each group before attach
         self._remembered: list[_Remembered] = []
-        self._write_settings(optimizer)
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._write_settings),
-            optimizer.register_load_state_dict_pre_hook(self._complete_checkpoint),
-        ]
+        self._write_settings()
+        self.register()
         warn_of_frozen(optimizer)
 
+    def copy_to(self, optimizer: Optimizer) -> Attachment:
+        """Attach the same decay to another optimizer, such as a copy, which has lost its hooks."""
+        return Attachment(optimizer, self._defaults, self._lr, self.fused, self.step)
+
     def detach(self) -> None:
-        """Take the decay off; the optimizer is as it was. A second call does nothing."""
-        if not self._hooks:
-            return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        for index, group in enumerate(self.optimizer.param_groups):
-            for key in DECAY_KEYS if index in self._given else ():
-                group.pop(key, None)
-            group.update(self._given.get(index, {}))
+        """Remove the decay and restore the groups' settings. A second call does nothing."""
+        if self._handles:
+            super().detach()
+            for index, group in enumerate(self.optimizer.param_groups):
+                for key in DECAY_KEYS if index in self._own_settings else ():
+                    group.pop(key, None)
+                group.update(self._own_settings.get(index, {}))
 
-    def _write_settings(self, optimizer: Optimizer) -> None:
-        """Also for groups that add_param_group brought since the last time."""
-        for index, group in enumerate(optimizer.param_groups):
-            own = {key: group[key] for key in DECAY_KEYS if key in group}
-            self._given.setdefault(index, own)
-            write_settings(group, self._defaults)
+    def rate(self, group: Group) -> float | Tensor:
+        """Return the learning rate of the decay in this group."""
+        lr = self._lr(group) if callable(self._lr) else self._lr
+        if lr is None and self._lr is not None:
+            raise TypeError("lr must be a number, got None from the function that was given as lr")
+        return decay_rate(group, self.optimizer, lr)
 
-    def _complete_checkpoint(
-        self, optimizer: Optimizer, state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
-        self._write_settings(optimizer)
-        return complete_checkpoint(state_dict, optimizer.param_groups)
+    def before_state_dict(self) -> None:
+        self._write_settings()
 
-    @_disable_dynamo
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        frame = calling_step()
-        if self._frame is not None and is_inside(frame, self._frame):
-            return  # a step() within the step(), as when a subclass calls super().step()
-        self._frame = frame
-        self._write_settings(optimizer)
-        for group in optimizer.param_groups:
-            self.rate(group)  # a bad learning rate is an error before the weights move
-        # A closure computes the gradients within the step: until then any weight may get one.
-        closure = any(callable(value) for value in (*args[1:], *kwargs.values()))
+    def before_load_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._write_settings()
+        return complete_checkpoint(state_dict, self.optimizer.param_groups)
+
+    def before_step(self, *, has_closure: bool) -> None:
+        self._write_settings()
+        groups = self.optimizer.param_groups
+        for group in groups:
+            self.rate(group)  # raise for a bad learning rate before any weight changes
         self._remembered = []
-        for group in optimizer.param_groups:
+        for group in groups:
             for i, param in enumerate(group["params"]):
                 scale = scale_of(param, i, group)
-                if scale and (closure or param.grad is not None):
-                    # Neither an anchor's decay nor the proximal step asks for the old weights.
+                if scale and (has_closure or param.grad is not None):
+                    # Neither an anchor's decay nor the proximal step needs the old weights.
                     copied = self.step == "decay" and not group["decay_auxiliary"]
                     old = param.detach().clone() if copied else param
                     self._remembered.append(_Remembered(param, old, scale, group))
 
-    @_disable_dynamo
-    @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if calling_step() is not self._frame:
-            return
+    def after_step(self) -> None:
         moved = [one for one in self._remembered if one.param.grad is not None]
-        self._remembered, self._frame = [], None
+        self._remembered = []
         fused: dict[tuple[ModuleType, int, float], list[_Remembered]] = {}
         for one in moved:
             path = path_for(one.param, self.fused) if one.old is not one.param else None
@@ -235,6 +193,13 @@ class Attachment:
             group = alike[0].group
             params, olds = [one.param for one in alike], [one.old for one in alike]
             path.shrink_(params, olds, terms=group["decay"], lr=self.rate(group) * scale)
+
+    def _write_settings(self) -> None:
+        """Write the settings of all groups, including groups added since the last call."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            own = {key: group[key] for key in DECAY_KEYS if key in group}
+            self._own_settings.setdefault(index, own)
+            write_settings(group, self._defaults)
 
     def _decay_(self, one: _Remembered) -> None:
         """By torch's own operations, on one weight."""
@@ -249,10 +214,3 @@ class Attachment:
             decay_at_anchor_(one.param, state, one.group["decay_auxiliary"], penalty, rate)
         else:
             one.param.mul_(penalty.factor(one.old, rate))
-
-    def rate(self, group: Group) -> float | Tensor:
-        """The learning rate of the decay in this group."""
-        lr = self._lr(group) if callable(self._lr) else self._lr
-        if lr is None and self._lr is not None:
-            raise TypeError("lr must be a number, got None from the function that was given as lr")
-        return decay_rate(group, self.optimizer, lr)

@@ -1,35 +1,158 @@
-"""Which call of ``step()`` runs a hook.
+"""The hook lifecycle: objects that act around the ``step()`` of any torch optimizer.
 
-An optimizer's hooks run twice where a subclass's ``step()`` calls ``super().step()``; only the
-outermost call is the user's.
+A subclass of :class:`StepHooks` overrides the methods that it needs::
+
+    class Counter(StepHooks):
+        def __init__(self, optimizer):
+            super().__init__(optimizer)
+            self.count = 0
+            self.register()                  # last: the object is complete
+
+        def after_step(self):
+            self.count += 1
+
+The optimizer owns the object through its hooks; the object refers to the optimizer weakly, so
+that the two are freed together without the garbage collector. ``detach()`` removes the hooks.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from types import FrameType
+from typing import Any, TypeVar
 
+import torch
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler
 from torch.optim import Optimizer
+
+T = TypeVar("T", bound="StepHooks")
 
 _OPTIMIZER_FILE = sys.modules[Optimizer.__module__].__file__
 
 
-def calling_step() -> FrameType:
-    """The frame of the ``step()`` that runs the hook: torch calls both hooks from the same one.
+class StepHooks:
+    """Base class of objects that act around an optimizer's outermost ``step()``.
 
-    Counting calls instead would go wrong for good after a step that raised, since the hook after
-    it never runs.
+    A subclass's ``step()`` that calls ``super().step()`` runs torch's hooks twice. Only the
+    outer call is the user's; the inner one is ignored here. The methods run without gradients and
+    are not traced by ``torch.compile``.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        check_takes_hooks(optimizer, type(self).__name__)
+        self._optimizer = weakref.ref(optimizer)
+        self._outer_step: FrameType | None = None  # the running step() that before_step saw
+        self._handles: list[Any] = []
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that the hooks are registered on."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise ReferenceError(f"the optimizer of this {type(self).__name__} was deleted")
+        return optimizer
+
+    def register(self) -> None:
+        """Register the hooks on the optimizer."""
+        optimizer = self.optimizer
+        self._handles = [
+            optimizer.register_step_pre_hook(self._pre_hook),
+            optimizer.register_step_post_hook(self._post_hook),
+            optimizer.register_state_dict_pre_hook(self._state_dict_hook),
+            optimizer.register_load_state_dict_pre_hook(self._load_state_dict_hook),
+        ]
+
+    def detach(self) -> None:
+        """Remove the hooks from the optimizer. A second call does nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def before_step(self, *, has_closure: bool) -> None:
+        """Act before the update. A closure computes the gradients later, within the step."""
+
+    def after_step(self) -> None:
+        """Act after the update."""
+
+    def before_state_dict(self) -> None:
+        """Act before the optimizer's ``state_dict()`` is made."""
+
+    def before_load_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint that the optimizer loads in place of this one."""
+        return state_dict
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def _pre_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        frame = calling_step()
+        if self._outer_step is not None and is_inside(frame, self._outer_step):
+            return
+        self._outer_step = frame
+        self.before_step(has_closure=any(callable(arg) for arg in (*args[1:], *kwargs.values())))
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if calling_step() is self._outer_step:
+            self._outer_step = None
+            self.after_step()
+
+    def _state_dict_hook(self, optimizer: Optimizer) -> None:
+        self.before_state_dict()
+
+    def _load_state_dict_hook(
+        self, optimizer: Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        return self.before_load_state_dict(state_dict)
+
+
+def find_hooks(optimizer: Optimizer, kind: type[T]) -> T | None:
+    """Return the first object of a class that is registered on the optimizer."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return next((owner for owner in owners if isinstance(owner, kind)), None)
+
+
+def check_takes_hooks(optimizer: object, caller: str) -> None:
+    """Raise a TypeError that names the caller unless the optimizer supports hooks.
+
+    Wrappers that never ran ``Optimizer.__init__`` lack some of the hook dictionaries.
+    """
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{caller} needs a torch.optim.Optimizer, got {name}")
+    try:
+        for register in (
+            optimizer.register_step_pre_hook,
+            optimizer.register_step_post_hook,
+            optimizer.register_state_dict_pre_hook,
+            optimizer.register_load_state_dict_pre_hook,
+        ):
+            register(lambda *args: None).remove()
+    except AttributeError:
+        raise TypeError(
+            f"{name} wraps another optimizer and has no hooks of its own: give {caller} the inner "
+            "optimizer (usually its .optimizer)"
+        ) from None
+
+
+def calling_step() -> FrameType:
+    """Return the frame of the ``step()`` that runs the hook; torch runs both hooks in one frame.
+
+    A counter of nested calls would be wrong after a step that raised, because torch then skips the
+    hook after the step.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == _OPTIMIZER_FILE:
             return frame
         frame = frame.f_back
-    raise RuntimeError("an optimizer's step hook was called from outside a step()")
+    raise RuntimeError("a step hook was called outside an optimizer's step()")
 
 
 def is_inside(frame: FrameType | None, outer: FrameType) -> bool:
-    """Whether a call is under way within another, which is still running."""
+    """Check whether `outer` is among the callers of `frame`."""
     while frame is not None:
         if frame is outer:
             return True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pdecay._optim.attachment import Attachment, attachment_of
+from pdecay._optim.attachment import attachment_of
 from pdecay.deployment.compact.surgery import Kept, cut
 from pdecay.deployment.model.errors import CompactError
 
@@ -56,5 +56,5 @@ def carried(optimizer: Optimizer, model: nn.Module, smaller: nn.Module, kept: Ke
                     state[key] = cut(value, kept[name])
     attached = attachment_of(optimizer)
     if attached is not None:  # a copy has lost its hooks
-        Attachment(made, attached._defaults, attached._lr, attached.fused, attached.step)
+        attached.copy_to(made)
     return made
