@@ -50,7 +50,7 @@ def trained_digits(target: float, steps: int = 3000) -> nn.Module:
     torch.manual_seed(0)
     data, model = digits.load(), digits.network()
     optimizer = PAdam(param_groups(model), lr=1e-3, decay=Lp(0.8, 1e-3))
-    control = SparsityTarget(optimizer, target, steps)
+    SparsityTarget(optimizer, target, steps)
     for _ in range(steps):
         batch = torch.randint(len(data.train_images), (64,))
         loss = nn.functional.cross_entropy(
@@ -59,7 +59,6 @@ def trained_digits(target: float, steps: int = 3000) -> nn.Module:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        control.step()
     return prune_(model)
 
 

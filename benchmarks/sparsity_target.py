@@ -1,11 +1,11 @@
-"""Does SparsityTarget keep its word, and what does it cost? Two sets of runs, as JSON lines.
+"""Sparsity and accuracy of SparsityTarget: two sets of runs, recorded as JSON lines.
 
-    python benchmarks/sparsity_target.py grid       # asked and got, over tasks, p, targets and lr
+    python benchmarks/sparsity_target.py grid       # final sparsity over tasks, p, targets and lr
     python benchmarks/sparsity_target.py compare    # accuracy against GMP and a fixed lam
     python benchmarks/sparsity_target.py tables     # docs/_data/*.md from the records
 
-Each run is a task of the lab at its ``quick`` scale on one thread; runs that the records hold
-already are not run again, so a killed set goes on where it was. Data: see PDECAY_DATA.
+Each run is a task of the lab at its ``quick`` scale on one thread. Recorded runs are skipped, so a
+killed set can be resumed. The data is read from PDECAY_DATA.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 import pdecay
-from pdecay import Lp, PAdam
-from pdecay._sparsity.pruning import GradualMagnitudePruning
+from pdecay import GradualMagnitudePruning, Lp, PAdam
 from pdecay.lab.tasks import task
 from pdecay.lab.train.schedule import schedule
 
@@ -36,20 +35,20 @@ TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 COMPARED = ("shakespeare", "cifar10")
 LEVELS = (0.9, 0.95)
 SEEDS = (0, 1, 2)
-# The same learning rates for each method, in units of the task's own for AdamW.
+# Learning rates for every method, relative to the task's rate for AdamW.
 TUNED = (1.0,)
 FIXED_LAM = (0.003, 0.01, 0.02, 0.03, 0.06, 0.08, 0.1, 0.15)
 
 
 @lru_cache(maxsize=1)
-def the_task(name: str):
+def cached_task(name: str):
     return task(name, "quick")
 
 
 def run(settings: dict) -> dict:
-    """Train once. `settings` say all of it and stand in the record."""
+    """Train once and return the settings together with the results."""
     torch.set_num_threads(1)
-    job = the_task(settings["task"])
+    job = cached_task(settings["task"])
     steps = max(50, round(settings.get("length", 1.0) * job.steps))
     model = job.model(settings["seed"])
     groups = pdecay.param_groups(model)
@@ -58,12 +57,11 @@ def run(settings: dict) -> dict:
     lam = settings.get("lam", 1.0)
     decay = Lp(settings["p"], lam) if method in ("target", "fixed") else None
     optimizer = PAdam(groups, lr=lr, decay=decay, weight_decay=settings.get("l2", 0.0))
-    after_step = []
     if method == "target":
-        after_step = [pdecay.SparsityTarget(optimizer, settings["target"], steps)]
+        pdecay.SparsityTarget(optimizer, settings["target"], steps)
     elif method == "gmp":
         GradualMagnitudePruning(optimizer, settings["target"], steps, params=groups[0]["params"])
-    after_step.append(schedule(optimizer, steps, min(job.warmup, steps // 10)))
+    rates = schedule(optimizer, steps, min(job.warmup, steps // 10))
     began = time.perf_counter()
     for step in range(steps):
         job.reseed(settings["seed"], step)
@@ -71,8 +69,7 @@ def run(settings: dict) -> dict:
         job.loss(model, job.batch(settings["seed"], step)).backward()
         job.clip_(model)
         optimizer.step()
-        for thing in after_step:
-            thing.step()
+        rates.step()
     decayed = groups[0]["params"]
     zeros = sum(int((param.abs() < 1e-13).sum()) for param in decayed)
     return {
@@ -85,7 +82,7 @@ def run(settings: dict) -> dict:
 
 
 def grid() -> list[dict]:
-    """Every task, p, target and learning rate, with no other tuning; a quarter as long as usual."""
+    """Return every task, p, target and learning rate at a quarter of the usual length."""
     return [
         {
             "method": "target",
@@ -101,7 +98,7 @@ def grid() -> list[dict]:
 
 
 def compare() -> list[dict]:
-    """Accuracy at equal sparsity, steps and tuning."""
+    """Return the runs that compare accuracy at equal sparsity, steps and tuning."""
     cells = []
     for name, lr, seed in itertools.product(COMPARED, TUNED, SEEDS):
         base = {"task": name, "lr": lr, "seed": seed}
@@ -142,7 +139,7 @@ def run_all(name: str, cells: list[dict], workers: int) -> None:
 
 
 def grid_table(records: list[dict]) -> str:
-    """A row for each task, p and learning rate; the sparsity that came out for each target."""
+    """Return a row for each task, p and learning rate: the final sparsity for each target."""
     lines = [
         "| task | p | lr | " + " | ".join(f"{100 * target:g} %" for target in TARGETS) + " |",
         "|---|---|---|" + "---|" * len(TARGETS),
@@ -160,14 +157,14 @@ def grid_table(records: list[dict]) -> str:
     worst = max(abs(one["sparsity"] - one["target"]) for one in records)
     lines.append("")
     lines.append(
-        f"{len(records)} runs; the largest distance between asked and got is "
+        f"{len(records)} runs; the largest distance between target and result is "
         f"{100 * worst:.3f} points."
     )
     return "\n".join(lines) + "\n"
 
 
 def compare_table(records: list[dict]) -> str:
-    """Mean and deviation over seeds, at each method's best learning rate."""
+    """Return mean and deviation over seeds at the best learning rate of each method."""
     lines = ["| task | sparsity | method | lr | accuracy % |", "|---|---|---|---|---|"]
     for name in COMPARED:
         dense = _best([one for one in records if (one["task"], one["method"]) == (name, "dense")])
@@ -195,7 +192,7 @@ def compare_table(records: list[dict]) -> str:
 
 
 def _best(records: list[dict]) -> tuple[float, list[float]]:
-    """The learning rate with the best mean over seeds, and the accuracies there."""
+    """Return the learning rate with the best mean over seeds, and its accuracies."""
     by_lr: dict[float, list[float]] = {}
     for one in records:
         by_lr.setdefault(one["lr"], []).append(one["accuracy"])
@@ -203,7 +200,7 @@ def _best(records: list[dict]) -> tuple[float, list[float]]:
 
 
 def _fixed_at(records: list[dict], name: str, seed: int, target: float) -> float:
-    """The accuracy that a fixed lam would give at a sparsity: on the line between two runs."""
+    """Interpolate the accuracy of a fixed lam at a sparsity linearly between two runs."""
     runs = sorted(
         (one["sparsity"], one["accuracy"])
         for one in records
@@ -212,7 +209,7 @@ def _fixed_at(records: list[dict], name: str, seed: int, target: float) -> float
     for (s0, a0), (s1, a1) in itertools.pairwise(runs):
         if s0 <= target <= s1:
             return a0 + (a1 - a0) * (target - s0) / (s1 - s0) if s1 > s0 else a0
-    raise SystemExit(f"no fixed lam on {name}, seed {seed}, reaches beyond {target}: {runs}")
+    raise SystemExit(f"no fixed lam on {name}, seed {seed}, reaches sparsity {target}: {runs}")
 
 
 def _shown(accuracies: list[float]) -> str:

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from pdecay._sparsity.doctor import Finding as Finding
     from pdecay._sparsity.doctor import doctor as doctor
     from pdecay._sparsity.find_lam import find_lam as find_lam
+    from pdecay._sparsity.freezing import freeze_zeros as freeze_zeros
     from pdecay._sparsity.pruning import GradualMagnitudePruning as GradualMagnitudePruning
     from pdecay._sparsity.pruning import MagnitudePruning as MagnitudePruning
     from pdecay._sparsity.schedules import LamSchedule as LamSchedule
     from pdecay._sparsity.schedules import PSchedule as PSchedule
     from pdecay._sparsity.target import SparsityTarget as SparsityTarget
-    from pdecay._sparsity.target import freeze_zeros as freeze_zeros
     from pdecay.deployment.compact import CompactError as CompactError
     from pdecay.deployment.compact import CompactReport as CompactReport
     from pdecay.deployment.compact import compact as compact
@@ -83,12 +83,12 @@ _HOME = {
     "Finding": "_sparsity.doctor",
     "doctor": "_sparsity.doctor",
     "find_lam": "_sparsity.find_lam",
+    "freeze_zeros": "_sparsity.freezing",
     "GradualMagnitudePruning": "_sparsity.pruning",
     "MagnitudePruning": "_sparsity.pruning",
     "LamSchedule": "_sparsity.schedules",
     "PSchedule": "_sparsity.schedules",
     "SparsityTarget": "_sparsity.target",
-    "freeze_zeros": "_sparsity.target",
     "CompactError": "deployment.compact",
     "CompactReport": "deployment.compact",
     "compact": "deployment.compact",

@@ -474,14 +474,22 @@ class TestBadInput:
         "wrapper",
         ["Lookahead", "OrthoGrad", "ScheduleFreeWrapper", "TRAC", "Magma", "SafeFP16Optimizer"],
     )
-    def test_wrapper_without_hooks_of_its_own(self, wrapper, same):
+    def test_wrapper_is_unwrapped(self, wrapper):
         inner = Adam([weight()], lr=LR)
         outer = getattr(pytorch_optimizer, wrapper)(inner)
-        before = everything(inner)
-        with pytest.raises(TypeError, match=f"{wrapper} wraps another optimizer.*inner"):
-            attach(outer, DECAY)
-        assert same(everything(inner), before)
+        assert attach(outer, DECAY).optimizer is inner
         assert not any(getattr(outer, "_optimizer_step_pre_hooks", {}))
+
+    def test_wrapper_without_hooks_of_its_own(self, same):
+        class Wrapper(Optimizer):
+            def __init__(self, base):
+                self.base = base
+
+        inner = Adam([weight()], lr=LR)
+        before = everything(inner)
+        with pytest.raises(TypeError, match=r"Wrapper wraps another optimizer.*inner"):
+            attach(Wrapper(inner), DECAY)
+        assert same(everything(inner), before)
 
     @pytest.mark.parametrize("bad", ["0.8", 0.8, {"p": 1}, [0.8, 1e-3], [[1, 2, 3]], Lp])
     def test_decay(self, bad, same):

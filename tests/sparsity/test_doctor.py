@@ -126,7 +126,7 @@ def test_an_optimizer_with_its_own_step_size():
     model = small_model()
     optimizer = torch.optim.SGD([{"params": list(model.parameters()), "d": 1e-6}], lr=1.0)
     attach(optimizer, Lp(1, 1e-3))
-    assert "lr=" in the_finding(model, optimizer, "finds its own step size").cure
+    assert "lr=" in the_finding(model, optimizer, "adapts its own step size").cure
 
 
 def test_a_decay_that_kills_at_once():
@@ -137,10 +137,10 @@ def test_a_decay_that_kills_at_once():
 
 def test_parameters_that_the_optimizer_does_not_have():
     model = small_model()
-    finding = the_finding(model, PAdam(model[0].parameters(), decay=Lp(1, 1e-3)), "not the opt")
+    finding = the_finding(model, PAdam(model[0].parameters(), decay=Lp(1, 1e-3)), "not in the opt")
     assert "2.weight" in finding.message
     stranger = copy.deepcopy(model)
-    finding = the_finding(stranger, PAdam(model.parameters()), "are not this model's")
+    finding = the_finding(stranger, PAdam(model.parameters()), "are not in this model")
     assert finding.level == "error"
 
 

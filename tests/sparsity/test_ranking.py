@@ -242,7 +242,7 @@ def _on_one_of_two_ranks(rank: int) -> None:
     assert sum(int((w.full_tensor() == 0).sum()) for w in sharded) == 8
     replicated = distribute_tensor(whole[0].clone(), mesh, [Replicate()])
     assert group_of([replicated]) is None
-    with pytest.raises(ValueError, match="not all split over the same processes"):
+    with pytest.raises(ValueError, match="cannot rank these weights together"):
         group_of([sharded[0], replicated])
 
     # Pruning and the proximal step on sharded parameters give what they give on whole ones.

@@ -32,7 +32,6 @@ def train(model, optimizer, target, steps=STEPS, start=0):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
         optimizer.step()
-        target.step()
 
 
 def weights(model):
@@ -182,15 +181,6 @@ def test_resumes_exactly(make, stop, tmp_path):
         assert torch.equal(a, b)
 
 
-def test_a_checkpoint_of_other_pools():
-    model = build()
-    optimizer = padam(model, Lp(0.8, 1))
-    state = SparsityTarget(optimizer, 0.9, STEPS, per_layer=True).state_dict()
-    other = SparsityTarget(optimizer, 0.9, STEPS)
-    with pytest.raises(ValueError, match="2 pools, this target in 1"):
-        other.load_state_dict(state)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -219,7 +209,7 @@ def test_a_target_below_what_is_already_zero():
     model = build()
     with torch.no_grad():
         model[0].weight[:16].zero_()
-    with pytest.raises(ValueError, match=r"target 0.1 is below the 0.4000 of the weights"):
+    with pytest.raises(ValueError, match=r"target 0.1 asks for 64 zeros, and 256 of the 640"):
         SparsityTarget(padam(model, Lp(0.8, 1)), 0.1, STEPS)
 
 
@@ -268,7 +258,7 @@ def test_freeze_needs_a_norm_that_holds_zeros():
 def test_not_with_an_anchor_that_lets_weights_leave_zero():
     model = build()
     optimizer = PAdam(model.parameters(), decay=Lp(0.8, 1), auxiliary=Every(5))
-    with pytest.raises(ValueError, match=r"zeros that stay, .* use Instant"):
+    with pytest.raises(ValueError, match=r"zeros that stay zero, .* use Instant"):
         SparsityTarget(optimizer, 0.9, STEPS)
     with pytest.raises(ValueError, match="zeros that stay"):
         freeze_zeros(optimizer)

@@ -28,7 +28,7 @@ from pdecay._core.group_settings import (
 from pdecay._core.parameters import warn_of_frozen
 from pdecay._core.penalty import Penalty, as_penalty
 from pdecay._core.validation import check_number
-from pdecay._optim.hooks import StepHooks, check_takes_hooks, find_hooks
+from pdecay._optim.hooks import StepHooks, check_takes_hooks, find_hooks, unwrap
 from pdecay._optim.kernels.dispatch import path_for
 from pdecay._optim.step import decay_rate
 from pdecay.prox import penalty_prox
@@ -49,7 +49,8 @@ def attach(
     """Add p-norm weight decay to an optimizer.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer``.
+        optimizer: any ``torch.optim.Optimizer``. Wrappers that hold the real one as
+            ``.optimizer`` are unwrapped.
         decay: the penalty for groups that have no ``"decay"`` of their own: an :class:`Lp`, a sum
             of them, or None. In such a group, tensors with fewer than two dimensions are spared.
         auxiliary: how s follows the weights: ``Instant()`` (the default), ``Every(n)``,
@@ -70,6 +71,7 @@ def attach(
         ``copy.deepcopy`` and ``pickle`` drop the hooks of any torch optimizer: attach to the copy
         again, or use :class:`PAdam` or :class:`PSGD`, which survive both.
     """
+    optimizer = unwrap(optimizer)
     check_takes_hooks(optimizer, "attach")
     if is_decaying(optimizer):
         raise ValueError(

@@ -114,6 +114,27 @@ def find_hooks(optimizer: Optimizer, kind: type[T]) -> T | None:
     return next((owner for owner in owners if isinstance(owner, kind)), None)
 
 
+def unwrap(optimizer: Any) -> Any:
+    """Return the innermost optimizer of wrappers that hold another one as ``.optimizer``.
+
+    Wrappers, such as accelerate's AcceleratedOptimizer, are optimizers by type but have no hooks,
+    or a stale copy of ``param_groups``. Other objects are returned unchanged.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def is_skipped(optimizer: Optimizer) -> bool:
+    """Check whether a gradient scaler skips the step that is running.
+
+    GradScaler sets ``found_inf`` around the step of fused optimizers, which skip the update
+    themselves. It does not call the step of other optimizers at all.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf.item())
+
+
 def check_takes_hooks(optimizer: object, caller: str) -> None:
     """Raise a TypeError that names the caller unless the optimizer supports hooks.
 
@@ -133,7 +154,7 @@ def check_takes_hooks(optimizer: object, caller: str) -> None:
     except AttributeError:
         raise TypeError(
             f"{name} wraps another optimizer and has no hooks of its own: give {caller} the inner "
-            "optimizer (usually its .optimizer)"
+            "optimizer"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Counting zeros and dead units, and making small weights exactly zero."""
+"""Counts of zeros and dead units, and the removal of tiny weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pdecay._core.group_settings import decayed_params
 from pdecay._core.parameters import decays_by_default, owners_of
 from pdecay._core.penalty import magnitude
 from pdecay._core.validation import check_number
+from pdecay._optim.hooks import unwrap
 from pdecay._utils.tables import aligned
 
 
@@ -21,8 +22,9 @@ from pdecay._utils.tables import aligned
 class LayerSparsity:
     """The zeros of one parameter.
 
-    A row is a slice along the first dimension, a column one along the second: of a linear or
-    convolutional layer's weight, an output and an input unit. Those that are all zero are dead.
+    A row is a slice along the first dimension, a column a slice along the second. In the weight of
+    a linear or convolutional layer they belong to an output and an input unit. Rows and columns
+    that are all zero are dead.
     """
 
     name: str
@@ -40,24 +42,24 @@ class LayerSparsity:
 
 @dataclass(frozen=True)
 class SparsityReport:
-    """What :func:`sparsity` found. ``str()`` is a table, :meth:`to_dict` plain data."""
+    """The result of :func:`sparsity`. ``str()`` gives a table, :meth:`to_dict` plain data."""
 
     layers: tuple[LayerSparsity, ...]
     threshold: float
 
     @property
     def total(self) -> float:
-        """The share of zeros among the decayed weights, which is what a target speaks of."""
+        """The share of zeros among the decayed weights, as in :class:`pdecay.SparsityTarget`."""
         return self._share(self._decayed())
 
     @property
     def total_all(self) -> float:
-        """The share of zeros among all parameters, biases and norms too."""
+        """The share of zeros among all parameters, including biases and norms."""
         return self._share(self.layers)
 
     @property
     def dead_units(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """For each parameter that has some, the indices of its rows and columns that are zero."""
+        """The indices of the dead rows and columns of each parameter that has any."""
         return {
             layer.name: {"rows": layer.dead_rows, "columns": layer.dead_columns}
             for layer in self.layers
@@ -65,7 +67,7 @@ class SparsityReport:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return plain data that can be written as JSON."""
         return {
             "total": self.total,
             "total_all": self.total_all,
@@ -119,15 +121,16 @@ class SparsityReport:
 def sparsity(
     model: nn.Module, threshold: float = 1e-13, *, optimizer: Optimizer | None = None
 ) -> SparsityReport:
-    """Count the weights below a threshold, in all, for each parameter and for each unit.
+    """Count the zeros and the dead units of each parameter and of the whole model.
 
     Args:
-        model: the model. A tied weight is counted once; one that ``torch.nn.utils.prune`` masks
-            is counted as masked; one that is sharded over ranks is counted whole (a collective
-            operation: call it on every rank).
-        threshold: weights with ``|w| < threshold`` count as zero; the paper's is 1e-13.
-        optimizer: where given, its groups say which parameters are decayed; else those count that
-            :func:`pdecay.param_groups` decays: two dimensions or more, and not of a norm.
+        model: the model. Tied weights are counted once. Weights under a mask of
+            ``torch.nn.utils.prune`` are counted as masked. Sharded weights are counted over all
+            ranks, which is a collective operation: call it on every rank.
+        threshold: weights with ``|w| < threshold`` count as zero. The paper uses 1e-13.
+        optimizer: an optimizer whose groups say which parameters are decayed. By default these
+            are the parameters that :func:`pdecay.param_groups` decays: two or more dimensions,
+            and not in a normalisation layer.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -138,20 +141,21 @@ def sparsity(
     """
     _check_model("sparsity", model)
     threshold = check_number("threshold", threshold)
+    inner = unwrap(optimizer)
     layers = []
     for param, owners in owners_of(model):
-        decayed = _decayed_by(optimizer, param) if optimizer else decays_by_default(param, owners)
+        decayed = _is_decayed(param, inner) if inner else decays_by_default(param, owners)
         layers.append(_count(param, owners, threshold, decayed))
     if not layers:
-        raise ValueError(f"there is nothing to count: {type(model).__name__} has no parameters")
+        raise ValueError(f"nothing to count: {type(model).__name__} has no parameters")
     return SparsityReport(tuple(layers), threshold)
 
 
 @torch.no_grad()
 def prune_(model: nn.Module, threshold: float = 1e-13) -> nn.Module:
-    """Set every parameter's elements with ``|w| < threshold`` to exactly 0.0, in place.
+    """Set every weight with ``|w| < threshold`` to exactly 0.0 in place and return the model.
 
-    Negative zeros become 0.0 too, whatever the threshold. Returns the model.
+    Negative zeros become 0.0 for any threshold.
     """
     _check_model("prune_", model)
     threshold = check_number("threshold", threshold)
@@ -168,7 +172,7 @@ def _count(
     mask = getattr(module, name.rsplit(".", 1)[-1].removesuffix("_orig") + "_mask", None)
     if name.endswith("_orig") and isinstance(mask, Tensor):  # torch.nn.utils.prune
         values = values * mask
-    # In at least single precision: 1e-13 is 0 in half precision, and nothing is below that.
+    # Compare in single precision at least: in half precision 1e-13 rounds to 0.
     is_zero = magnitude(values) < threshold if threshold else values == 0
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
@@ -190,7 +194,7 @@ def _all_zero(is_zero: Tensor) -> tuple[int, ...]:
     return tuple(is_zero.all(dim=1).nonzero().flatten().tolist())
 
 
-def _decayed_by(optimizer: Optimizer, param: Tensor) -> bool:
+def _is_decayed(param: Tensor, optimizer: Optimizer) -> bool:
     return any(
         "decay" in group and any(param is other for other in decayed_params(group))
         for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""What would go wrong in a training run, before it does, each finding with its cure."""
+"""Checks of a model and its optimizer for mistakes, before the training starts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from pdecay._core.group_settings import Group, decayed_params, penalty_of, scale
 from pdecay._core.parameters import frozen_in, is_norm, owners_of
 from pdecay._core.penalty import Penalty, magnitude
 from pdecay._optim.attachment import is_decaying
+from pdecay._optim.hooks import unwrap
+from pdecay._sparsity.target import target_of
 
 Level = Literal["error", "warning", "hint"]
-_MOST_NAMES = 8  # a finding names no more parameters than a person reads
+_MOST_NAMES = 8  # parameters that a finding lists by name
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or may be."""
+    """A problem, or a possible one, and how to solve it."""
 
     level: Level
     message: str
@@ -33,9 +35,13 @@ class Finding:
 
 @torch.no_grad()
 def doctor(model: nn.Module, optimizer: Optimizer) -> list[Finding]:
-    """List what would go wrong when this model is trained with this optimizer.
+    """Return the problems of training this model with this optimizer, the worst first.
 
-    Nothing is changed. An empty list means that nothing was found.
+    Nothing is changed. An empty list means that no problem was found.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer. Wrappers that hold the real one as ``.optimizer`` are unwrapped.
 
     Example:
         >>> import pdecay
@@ -47,21 +53,22 @@ def doctor(model: nn.Module, optimizer: Optimizer) -> list[Finding]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"doctor needs a torch.nn.Module, got {type(model).__name__}")
+    optimizer = unwrap(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"doctor needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    findings = [*_not_decaying(optimizer)]
+    findings = [*_check_decay_acts(optimizer)]
     if not findings:
-        findings += _frozen(model, optimizer)
-        findings += _decayed_norms_and_biases(model, optimizer)
-        findings += _settings(optimizer)
-        findings += _too_strong(model, optimizer)
-    findings += _strangers(model, optimizer)
-    findings += _values(model)
+        findings += _check_zero_tensors(model, optimizer)
+        findings += _check_norms_and_biases(model, optimizer)
+        findings += _check_settings(optimizer)
+        findings += _check_strength(model, optimizer)
+    findings += _check_ownership(model, optimizer)
+    findings += _check_values(model)
     rank = {"error": 0, "warning": 1, "hint": 2}
     return sorted(findings, key=lambda finding: rank[finding.level])
 
 
-def _not_decaying(optimizer: Optimizer) -> Iterator[Finding]:
+def _check_decay_acts(optimizer: Optimizer) -> Iterator[Finding]:
     kind = type(optimizer).__name__
     if not is_decaying(optimizer):
         if any("decay" in group for group in optimizer.param_groups):
@@ -82,23 +89,24 @@ def _not_decaying(optimizer: Optimizer) -> Iterator[Finding]:
         yield Finding(
             "error",
             "nothing decays: no group has both a decay and a parameter that it acts on "
-            "(tensors with fewer than two dimensions are spared by default)",
+            "(tensors with fewer than two dimensions are not decayed by default)",
             "give a group its own decay: {'params': ..., 'decay': pdecay.Lp(...)}",
         )
 
 
-def _frozen(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
+def _check_zero_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
     names = _names(model)
     frozen = [names.get(param, name) for name, param in frozen_in(optimizer)]
     if frozen:
         yield Finding(
             "error",
             f"all zero, and zero is a fixed point for p < 2, so they never move: {_list(frozen)}",
-            "spare them (pdecay.param_groups does, or exclude=...), or initialise them otherwise",
+            "do not decay them (as pdecay.param_groups does, or by its exclude=...), or initialise "
+            "them with other values",
         )
 
 
-def _decayed_norms_and_biases(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
+def _check_norms_and_biases(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
     decaying = {param for param, *_ in _decaying(optimizer)}
     found = [
         owners[0][0]
@@ -108,25 +116,26 @@ def _decayed_norms_and_biases(model: nn.Module, optimizer: Optimizer) -> Iterato
     if found:
         yield Finding(
             "warning",
-            f"biases or norms decay, which saves next to nothing and costs accuracy: "
-            f"{_list(found)}",
+            f"biases or norms decay, which saves little and costs accuracy: {_list(found)}",
             "build the groups with pdecay.param_groups(model), or set the group's 'decay_1d' to "
             "False",
         )
 
 
-def _settings(optimizer: Optimizer) -> Iterator[Finding]:
+def _check_settings(optimizer: Optimizer) -> Iterator[Finding]:
+    steered = target_of(optimizer) is not None  # a target starts at decay_scale = 0
     for index, group in enumerate(optimizer.param_groups):
         if not group["decay"]:
             continue
         where = f"group {index}"
         penalty = penalty_of(group)
         scales = [scale_of(param, i, group) for i, param in enumerate(group["params"])]
-        if penalty is None or not any(lam for _, lam in penalty.pairs()) or not any(scales):
+        has_lam = penalty is not None and any(lam for _, lam in penalty.pairs())
+        if penalty is None or not has_lam or not (any(scales) or steered):
             yield Finding(
                 "warning",
                 f"{where}: lam or decay_scale is 0, so nothing decays now",
-                "set a lam above 0, or let the schedule or target that set it move it",
+                "set lam and decay_scale above 0, unless a schedule raises them later",
             )
             continue
         lr = group.get("lr")
@@ -134,24 +143,26 @@ def _settings(optimizer: Optimizer) -> Iterator[Finding]:
             yield Finding(
                 "hint",
                 f"{where}: lr is 0, so nothing moves or decays now",
-                "none is needed where a warm-up starts at 0; else set the learning rate",
+                "set the learning rate, unless a warm-up raises it from 0",
             )
-        yield from _norms(where, group, penalty, optimizer)
+        yield from _check_penalty(where, group, penalty, optimizer)
         if any(key in group for key in ("d", "d0", "d_coef")):
             yield Finding(
                 "warning",
-                f"{where}: this optimizer finds its own step size, and the decay follows "
-                "group['lr'] alone",
+                f"{where}: this optimizer adapts its own step size, and the decay follows "
+                "only group['lr']",
                 "pass lr= to pdecay.attach, e.g. lr=lambda group: group['d'] * group['lr']",
             )
 
 
-def _norms(where: str, group: Group, penalty: Penalty, optimizer: Optimizer) -> Iterator[Finding]:
+def _check_penalty(
+    where: str, group: Group, penalty: Penalty, optimizer: Optimizer
+) -> Iterator[Finding]:
     powers = [p for p, lam in penalty.pairs() if lam]
     if min(powers) > 1:
         yield Finding(
             "hint",
-            f"{where}: p = {min(powers):g} > 1 gives tiny weights, no exact zeros",
+            f"{where}: p = {min(powers):g} > 1 gives tiny weights instead of exact zeros",
             "call pdecay.prune_(model) after training, or use p <= 1",
         )
     l2 = group.get("weight_decay", 0)
@@ -165,16 +176,16 @@ def _norms(where: str, group: Group, penalty: Penalty, optimizer: Optimizer) -> 
     if l2 and coupled:
         yield Finding(
             "hint",
-            f"{where}: Adam adds weight_decay = {float(l2):g} to the gradient, where it is "
-            "rescaled with it",
+            f"{where}: Adam adds weight_decay = {float(l2):g} to the gradient and rescales it "
+            "with the gradient",
             "use AdamW, or add Lp(2, ...) to the decay, for a decoupled L2 term",
         )
 
 
-def _too_strong(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
-    """A layer whose median weight is more than halved by one step will not live long."""
+def _check_strength(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
+    """Find layers whose median weight is more than halved by one step."""
     names = _names(model)
-    doomed = []
+    halved = []
     for param, scale, group, penalty in _decaying(optimizer):
         lr = group.get("lr")
         if lr is None or param.numel() == 0 or hasattr(param, "full_tensor"):
@@ -184,65 +195,65 @@ def _too_strong(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
         if alive.numel():
             factor = penalty.factor(alive.median(), float(lr) * scale)
             if float(factor) < 0.5:
-                doomed.append(names.get(param, "a parameter that is not the model's"))
-    if doomed:
+                halved.append(names.get(param, "a parameter outside the model"))
+    if halved:
         yield Finding(
             "warning",
-            f"one step more than halves the median weight, so these layers die at once: "
-            f"{_list(doomed)}",
+            f"one step more than halves the median weight, so these layers soon become zero: "
+            f"{_list(halved)}",
             "lower lam or lr: a weight w is halved where lr * lam = |w|^(2-p)",
         )
 
 
-def _strangers(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
+def _check_ownership(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
     names = _names(model)
     known = {param for group in optimizer.param_groups for param in group["params"]}
     left_out = [name for param, name in names.items() if param.requires_grad and param not in known]
     if left_out:
         yield Finding(
             "warning",
-            f"these parameters require a gradient but are not the optimizer's: {_list(left_out)}",
+            f"these parameters require a gradient but are not in the optimizer: {_list(left_out)}",
             "build the optimizer from this model's parameters, or freeze them",
         )
-    strangers = sum(param not in names for param in known)
-    if strangers:
+    foreign = sum(param not in names for param in known)
+    if foreign:
         yield Finding(
-            "error" if strangers == len(known) else "warning",
-            f"{strangers} of the optimizer's {len(known)} parameters are not this model's",
-            "build the optimizer after the model is copied, moved or wrapped",
+            "error" if foreign == len(known) else "warning",
+            f"{foreign} of the optimizer's {len(known)} parameters are not in this model",
+            "build the optimizer after copying, moving or wrapping the model",
         )
 
 
-def _values(model: nn.Module) -> Iterator[Finding]:
-    broken, half = [], []
+def _check_values(model: nn.Module) -> Iterator[Finding]:
+    non_finite, half = [], []
     for param, name in _names(model).items():
         if not param.is_meta and not bool(torch.isfinite(param).all()):
-            broken.append(name)
+            non_finite.append(name)
         if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16):
             half.append(name)
-    if broken:
+    if non_finite:
         yield Finding(
             "error",
-            f"not finite: {_list(broken)}",
+            f"weights that are not finite: {_list(non_finite)}",
             "load the last good checkpoint; lower lr or clip the gradients",
         )
     if half:
         yield Finding(
             "hint",
-            f"trained in half precision, where small updates round away: {_list(half)}",
+            f"trained in half precision, where small updates are rounded to zero: {_list(half)}",
             "keep float32 weights and use autocast for the forward pass",
         )
 
 
 def _decaying(optimizer: Optimizer) -> Iterator[tuple[Tensor, float, Group, Penalty]]:
-    """Each parameter that decays, with its scale, its group and its penalty."""
+    """Yield each decayed parameter with its scale, group and penalty."""
     for group in optimizer.param_groups:
         penalty = penalty_of(group)
         if penalty is None:
             continue
-        there_for = decayed_params(group)
+        decayed = decayed_params(group)
         for i, param in enumerate(group["params"]):
-            if any(param is other for other in there_for):
+            if any(param is other for other in decayed):
                 yield param, scale_of(param, i, group), group, penalty
 
 

@@ -1,4 +1,4 @@
-"""A lam to start from: where weights begin to die."""
+"""A starting value for lam, from the magnitudes of a model's weights."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from pdecay._sparsity.ranking import count_weights, kth_magnitude
 
 
 def find_lam(model: nn.Module, p: float, lr: float, steps: int, share: float = 0.5) -> float:
-    """The lam at which a share of a model's weights would be gone after some steps.
+    """Return the lam that would bring a share of the weights to zero after some steps.
 
-    A weight that no gradient pushes shrinks by ``lr * lam * |w|^(p-1)`` a step, and so reaches
-    zero after ``|w|^(2-p) / ((2-p) * lr * lam)`` steps. Solved for lam, at the magnitude below
-    which `share` of the weights lie, that is::
+    A weight without a gradient shrinks by ``lr * lam * |w|^(p-1)`` a step, and so reaches zero
+    after ``|w|^(2-p) / ((2-p) * lr * lam)`` steps. Solved for lam, at the magnitude that `share`
+    of the weights lie below::
 
         lam = |w|^(2-p) / ((2-p) * lr * steps) .
 
-    Gradients hold some weights up, so fewer die in training: take it as the lower end of a scan,
-    or as the scale of one. With a schedule, `lr` is its mean.
+    In training, gradients keep some of these weights away from zero. Use the result as the lower
+    end of a scan over lam. With a learning-rate schedule, pass its mean as `lr`.
 
     Args:
-        model: its decayed weights, those with two dimensions or more and not of a norm, are
-            looked at as they are now: call it at the start of training.
+        model: the model as initialised: call this before training. Only weights with two or more
+            dimensions outside normalisation layers are considered.
         p: the norm, below 2.
         lr: the learning rate.
-        steps: how many steps the training has.
-        share: of the weights, in (0, 1).
+        steps: the number of training steps.
+        share: the share of the weights, above 0 and below 1.
 
     Example:
         >>> model = nn.Linear(100, 100)
@@ -40,7 +40,7 @@ def find_lam(model: nn.Module, p: float, lr: float, steps: int, share: float = 0
     if check_number("p", p) >= 2:
         raise ValueError(f"p must be below 2, where weights can reach zero, got {p!r}")
     if not check_number("lr", lr):
-        raise ValueError("lr must be above 0: at lr = 0 no weight ever dies")
+        raise ValueError("lr must be above 0: at lr = 0 no weight reaches zero")
     check_count("steps", steps)
     if not 0 < check_number("share", share) < 1:
         raise ValueError(f"share must be above 0 and below 1, got {share!r}")

@@ -1,13 +1,15 @@
-"""Ranking weights by magnitude over many tensors, exactly and without a copy of them all.
+"""Exact global ranking of weights that are spread over many tensors and processes.
 
 The bit pattern of a non-negative floating-point number, read as an integer, grows with the number.
-So the k-th smallest magnitude is found digit by digit, as in a radix sort: count how many patterns
-have each value of the leading digit, see in which of these counts the k-th falls, and go on with
-the next digit among those. Three passes for single precision, six for double, each over small
-pieces of the tensors. Counts add up over processes, so that weights which are sharded over ranks
-are ranked as exactly as on one.
+The k-th smallest value is therefore found digit by digit, as in a radix sort: count how many
+patterns have each value of the leading digit, find the digit that contains the k-th one, and
+continue with the next digit among those. This takes three passes for single precision and six for
+double, each over small pieces of the tensors, and never copies them all. The counts are summed
+over processes, so weights that are sharded over ranks are ranked as exactly as on one.
 
-NaN counts as larger than infinity. Half precision is ranked as single, which holds it exactly.
+Weights are ranked by magnitude. :func:`zero_smallest_` can rank by other non-negative scores, and
+:func:`kth_magnitude` works on scores as it does on weights. NaN ranks above infinity. Half
+precision is ranked in single precision, which represents it exactly.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_DIGIT = 11  # bits: one count for each of 2048 values
-# Weights at a time: on a CPU what fits its cache, and is not worth the start of its threads.
+_DIGIT = 11  # bits: a histogram of 2048 bins
+# Elements per piece. On a CPU a piece fits the cache and is too small to start threads for.
 _PIECE = {"cpu": 1 << 15}
 _PIECE_ELSEWHERE = 1 << 24
 _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -31,13 +33,14 @@ _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 @torch.no_grad()
 def kth_magnitude(tensors: Sequence[Tensor], k: int, group: ProcessGroup | None = None) -> float:
-    """The k-th smallest ``|w|`` over all tensors, exactly, counted from k = 1.
+    """Return the exact k-th smallest ``|w|`` over all tensors, counted from k = 1.
 
     Args:
-        tensors: floating-point or complex tensors; of a DTensor the local part is read.
+        tensors: floating-point or complex tensors. Of a DTensor the local part is read.
         k: the rank, from 1 to the number of weights.
-        group: the processes over which the weights are split; without it that of the DTensors'
-            mesh, or none. With a group it is a collective operation: every rank calls it.
+        group: the processes that the weights are split over. The default is the group of the
+            DTensors' mesh, if there is one. With a group this is a collective operation: call it
+            on every rank.
 
     Example:
         >>> kth_magnitude([torch.tensor([3.0, -1.0]), torch.tensor([[2.0]])], k=2)
@@ -48,18 +51,26 @@ def kth_magnitude(tensors: Sequence[Tensor], k: int, group: ProcessGroup | None 
 
 
 @torch.no_grad()
-def zero_smallest_(tensors: Sequence[Tensor], k: int, group: ProcessGroup | None = None) -> float:
-    """Set the k weights of smallest magnitude to 0, in place: exactly k, also where some tie.
+def zero_smallest_(
+    tensors: Sequence[Tensor],
+    k: int,
+    group: ProcessGroup | None = None,
+    *,
+    scores: Sequence[Tensor] | None = None,
+) -> float:
+    """Set exactly k weights, those of smallest magnitude or score, to 0 in place.
 
-    Of equal weights the earliest go, by rank, then tensor, then position. Weights that are zero
-    already are the smallest of all and count among the k.
+    Among equal weights the earliest are set, in the order of rank, tensor and position. Weights
+    that are zero already are the smallest of all and count among the k.
 
     Args:
         tensors, group: as in :func:`kth_magnitude`.
-        k: how many, from 0 to the number of weights.
+        k: the number of weights to set, from 0 to the number of weights.
+        scores: one tensor for each of `tensors`, of the same shape, whose magnitudes are ranked
+            instead of the weights. The score of a zero weight must be 0.
 
     Returns:
-        The largest magnitude that was set to 0; 0.0 for k = 0.
+        The largest magnitude or score that was set to 0; 0.0 for k = 0.
 
     Example:
         >>> w = torch.tensor([2.0, -0.5, 1.0, 0.5, 0.5])
@@ -68,14 +79,14 @@ def zero_smallest_(tensors: Sequence[Tensor], k: int, group: ProcessGroup | None
         >>> w
         tensor([2.0000, 0.0000, 1.0000, 0.0000, 0.5000])
     """
-    ranking = _Ranking(tensors, group)
+    ranking = _Ranking(tensors if scores is None else scores, group)
     if k == 0:
         return 0.0
     pattern, tied = ranking.kth(k)
-    for tensor in ranking.tensors:
+    for tensor, ranked in zip(map(local_part, tensors), ranking.tensors, strict=True):
         flat = tensor.reshape(-1)
-        for piece in _split(flat):
-            bits = ranking.bits(piece)
+        for piece, score in zip(_split(flat), _split(ranked.reshape(-1)), strict=True):
+            bits = ranking.bits(score)
             small = bits < pattern
             if tied:
                 ties = (bits == pattern).nonzero().flatten()[:tied]
@@ -89,39 +100,39 @@ def zero_smallest_(tensors: Sequence[Tensor], k: int, group: ProcessGroup | None
 
 @torch.no_grad()
 def count_zeros(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> int:
-    """How many weights are exactly zero (0.0 or -0.0), over all tensors and ranks of the group."""
+    """Count the weights that are exactly zero (0.0 or -0.0) in all tensors on all ranks."""
     ranking = _Ranking(tensors, group)
     zeros = sum(tensor.numel() - int(tensor.count_nonzero()) for tensor in ranking.tensors)
-    return ranking.summed(zeros)
+    return ranking.sum_over_ranks(zeros)
 
 
 def count_weights(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> int:
-    """How many weights there are, over all tensors and ranks of the group."""
+    """Count the weights in all tensors on all ranks."""
     ranking = _Ranking(tensors, group)
-    return ranking.summed(ranking.size)
+    return ranking.sum_over_ranks(ranking.size)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that lies on this rank, as a view of it; other tensors as they are."""
+    """Return a view of the part of a DTensor on this rank; return other tensors unchanged."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
 def group_of(tensors: Sequence[Tensor]) -> ProcessGroup | None:
-    """The processes over which DTensors are sharded; None for tensors that are whole here."""
+    """Return the processes that DTensors are sharded over, or None for unsharded tensors."""
     sharded: set[tuple[Any, int]] = set()
-    whole = False
+    any_whole = False
     for tensor in tensors:
         placements = getattr(tensor, "placements", ())
         dims = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
         sharded.update((tensor.device_mesh, dim) for dim in dims)  # type: ignore[attr-defined]
-        whole = whole or not dims
+        any_whole = any_whole or not dims
     if not sharded:
         return None
-    if whole or len(sharded) > 1:
+    if any_whole or len(sharded) > 1:
         raise ValueError(
-            "the weights are not all split over the same processes (some are whole, or their "
-            "meshes differ): rank those that are apart from the others, or pass group="
+            "cannot rank these weights together: some are sharded over other processes than the "
+            "rest, or are not sharded at all; rank them separately, or pass group="
         )
     ((mesh, dim),) = sharded
     group: ProcessGroup = mesh.get_group(dim)
@@ -129,7 +140,7 @@ def group_of(tensors: Sequence[Tensor]) -> ProcessGroup | None:
 
 
 class _Ranking:
-    """The parts of some tensors that lie on this rank, and how to count over all ranks."""
+    """The local parts of some tensors, with counts that are summed over all ranks."""
 
     def __init__(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> None:
         self.group = group if group is not None else group_of(tensors)
@@ -142,34 +153,34 @@ class _Ranking:
                 raise TypeError(f"only floating-point weights can be ranked, got {tensor.dtype}")
 
     def kth(self, k: int) -> tuple[int, int]:
-        """The bit pattern of the k-th smallest magnitude, and how many of it are among the k.
+        """Return the bit pattern of the k-th smallest value, and its local count among the k.
 
-        The second number is this rank's: of those that tie, the ranks before it take theirs first.
+        Ties are given to the ranks in order: the second number is this rank's share of them.
         """
         if isinstance(k, bool) or not isinstance(k, int):
             raise TypeError(f"k must be an integer, got {k!r}")
         double = [tensor.dtype in (torch.float64, torch.complex128) for tensor in self.tensors]
-        size, any_double = map(sum, zip(*self.gathered([self.size, int(any(double))]), strict=True))
+        size, any_double = map(sum, zip(*self.gather([self.size, int(any(double))]), strict=True))
         if not 1 <= k <= size:
             raise ValueError(f"k must be from 1 to the number of weights, {size}, got {k}")
         self.dtype = torch.float64 if any_double else torch.float32
-        prefix, shift = 0, torch.iinfo(_INTEGER[self.dtype]).bits - 1  # all bits but the sign's
+        prefix, shift = 0, torch.iinfo(_INTEGER[self.dtype]).bits - 1  # all bits but the sign bit
         while shift:
             known, width = shift, min(_DIGIT, shift)
             shift -= width
-            mine = self.counts(prefix, known, shift)
-            counts = mine.clone()
+            local = self.histogram(prefix, known, shift)
+            counts = local.clone()
             if self.group is not None:
                 dist.all_reduce(counts, group=self.group)
-            upto = counts.cumsum(0)
-            digit = int(torch.searchsorted(upto, k))
-            k -= int(upto[digit] - counts[digit])
+            cumulative = counts.cumsum(0)
+            digit = int(torch.searchsorted(cumulative, k))
+            k -= int(cumulative[digit] - counts[digit])
             prefix = prefix << width | digit
-        ties = [one for (one,) in self.gathered([int(mine[digit])])]
+        ties = [count for (count,) in self.gather([int(local[digit])])]
         return prefix, min(max(k - sum(ties[: self.rank]), 0), ties[self.rank])
 
-    def counts(self, prefix: int, known: int, shift: int) -> Tensor:
-        """How many patterns with this prefix (the bits from `known`) have each next digit."""
+    def histogram(self, prefix: int, known: int, shift: int) -> Tensor:
+        """Count each value of the next digit among the patterns that begin with `prefix`."""
         values = 1 << (known - shift)
         counts = torch.zeros(values, dtype=torch.int64, device=self.device)
         leading = known == torch.iinfo(_INTEGER[self.dtype]).bits - 1
@@ -183,26 +194,26 @@ class _Ranking:
         return counts
 
     def bits(self, piece: Tensor) -> Tensor:
-        """The bit patterns of the magnitudes, as integers in the same order."""
+        """Return the bit patterns of the magnitudes as integers of the same order."""
         real = piece.abs() if piece.is_complex() else piece
         integer = _INTEGER[self.dtype]
         return real.to(self.dtype).view(integer) & torch.iinfo(integer).max
 
     def number(self, pattern: int) -> float:
-        """The magnitude that a bit pattern stands for."""
+        """Return the magnitude of a bit pattern."""
         return float(torch.tensor(pattern, dtype=_INTEGER[self.dtype]).view(self.dtype))
 
-    def gathered(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of each rank, in the order of ranks."""
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        """Return the numbers of every rank, in the order of ranks."""
         if self.group is None:
             return [numbers]
-        mine = torch.tensor(numbers, device=self.device)
-        of_all = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(of_all, mine, group=self.group)
-        return [one.tolist() for one in of_all]
+        local = torch.tensor(numbers, device=self.device)
+        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gathered, local, group=self.group)
+        return [one.tolist() for one in gathered]
 
-    def summed(self, number: int) -> int:
-        return sum(numbers[0] for numbers in self.gathered([number]))
+    def sum_over_ranks(self, number: int) -> int:
+        return sum(numbers[0] for numbers in self.gather([number]))
 
 
 def _split(flat: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""p and lam as functions of time, with the manners of torch's learning-rate schedulers.
+"""Schedules of p and lam with the interface of torch's learning-rate schedulers.
 
     schedule = pdecay.PSchedule(optimizer, [(0, 2.0), (1000, 0.8)])
     for batch in batches:
@@ -6,9 +6,8 @@
         optimizer.step()
         schedule.step()
 
-Between two milestones the value moves on a straight line; after the last it stays. What is
-scheduled is written into ``optimizer.param_groups``, so any code that reads those sees it, and
-schedules of different things can be chained.
+The value is linear between milestones and constant after the last. It is written to
+``optimizer.param_groups``, so schedules of different settings can be combined.
 """
 
 from __future__ import annotations
@@ -21,23 +20,18 @@ from torch.optim import Optimizer
 
 from pdecay._core.group_settings import Group
 from pdecay._core.validation import check_count, check_number
-from pdecay._optim.attachment import is_decaying
+from pdecay._sparsity.freezing import decaying
 
 Milestones = Sequence[tuple[int, float | Sequence[float]]]
 
 
 class _Schedule:
-    """A piecewise linear function of the step, restarted where asked."""
+    """A piecewise linear function of the step, with optional restarts."""
 
     def __init__(
         self, optimizer: Optimizer, milestones: Milestones, restart_every: int | None
     ) -> None:
-        if not isinstance(optimizer, Optimizer) or not is_decaying(optimizer):
-            raise TypeError(
-                f"{type(self).__name__} needs an optimizer that decays (PAdam, PSGD, or one that "
-                f"pdecay.attach was called on), got {type(optimizer).__name__}"
-            )
-        self.optimizer = optimizer
+        self.optimizer = decaying(optimizer, type(self).__name__)
         if restart_every is not None:
             check_count("restart_every", restart_every)
         self.restart_every = restart_every
@@ -45,12 +39,12 @@ class _Schedule:
         self.last_step = 0
 
     def step(self) -> None:
-        """Go one step on; call it after ``optimizer.step()``."""
+        """Advance by one step; call this after ``optimizer.step()``."""
         self.last_step += 1
         self._write()
 
     def value(self, step: int) -> list[float]:
-        """The scheduled value at a step: one number, or one for each term."""
+        """Return the scheduled value at a step: one number, or one for each term."""
         time = step % self.restart_every if self.restart_every else step
         after = bisect.bisect_right(self._times, time)
         if after == 0:
@@ -65,29 +59,40 @@ class _Schedule:
         ]
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the number of the last step."""
         return {"last_step": self.last_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the step of a checkpoint; the milestones stay those of this schedule."""
-        last_step = check_count("last_step", state_dict["last_step"], 0)
-        self.last_step = last_step
+        """Continue at the step of a checkpoint, with the milestones of this schedule."""
+        self.last_step = check_count("last_step", state_dict["last_step"], 0)
         self._write()
+
+    def __repr__(self) -> str:
+        points = [
+            (time, value[0] if len(value) == 1 else tuple(value))
+            for time, value in zip(self._times, self._values, strict=True)
+        ]
+        restart = f", restart_every={self.restart_every}" if self.restart_every else ""
+        return f"{type(self).__name__}({points}{restart}, last_step={self.last_step})"
+
+    def _decaying(self) -> list[Group]:
+        return [group for group in self.optimizer.param_groups if group["decay"]]
 
     def _write(self) -> None:
         raise NotImplementedError
 
 
 class PSchedule(_Schedule):
-    """p(t), piecewise linear, for every group that decays (section 6 of the paper).
+    """A piecewise linear schedule of p for every group with a decay (section 6 of the paper).
 
-    Starting at p = 2, where zero is no fixed point, and going down lets weights find their size
-    before small ones are drawn to zero; restarts give those another chance.
+    At p = 2 zero is not a fixed point. Starting there and lowering p lets the weights find their
+    size before small ones are pulled to zero. Restarts let zero weights leave zero again.
 
     Args:
         optimizer: a PAdam, a PSGD, or any optimizer that ``pdecay.attach`` was called on.
-        milestones: pairs (step, p). A p is a number, for every term of a sum, or a sequence with
-            a number for each term, e.g. ``[(0, (2, 2)), (1000, (0.8, 2))]``.
-        restart_every: after so many steps the schedule begins again.
+        milestones: pairs (step, p). p is a number for all terms of a sum, or a sequence with one
+            number for each term, e.g. ``[(0, (2, 2)), (1000, (0.8, 2))]``.
+        restart_every: the number of steps after which the schedule starts again.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class PSchedule(_Schedule):
         self._write()
 
     def get_last_p(self) -> list[list[float]]:
-        """The p of each term of each group that decays, as they are now."""
+        """Return the current p of each term of each group with a decay."""
         return [[p for p, _ in group["decay"]] for group in self._decaying()]
 
     def _write(self) -> None:
@@ -109,9 +114,6 @@ class PSchedule(_Schedule):
                 [p, lam]
                 for p, (_, lam) in zip(self._powers_for(group, powers), group["decay"], strict=True)
             ]
-
-    def _decaying(self) -> list[Group]:
-        return [group for group in self.optimizer.param_groups if group["decay"]]
 
     @staticmethod
     def _powers_for(group: Group, powers: list[float]) -> list[float]:
@@ -132,10 +134,10 @@ class LamSchedule(_Schedule):
     Args:
         optimizer: a PAdam, a PSGD, or any optimizer that ``pdecay.attach`` was called on.
         milestones: pairs (step, multiplier).
-        restart_every: after so many steps the schedule begins again.
+        restart_every: the number of steps after which the schedule starts again.
 
-    The decay follows the learning rate and its schedule, as AdamW's does. For one that does not,
-    give the group a ``"decay_lr"`` of its own and schedule the multiplier.
+    The decay follows the learning rate and its schedule, as in AdamW. To schedule it
+    independently, set the group's ``"decay_lr"`` and schedule the multiplier.
     """
 
     def __init__(
@@ -151,9 +153,8 @@ class LamSchedule(_Schedule):
 
     def _write(self) -> None:
         (scale,) = self.value(self.last_step)
-        for group in self.optimizer.param_groups:
-            if group["decay"]:
-                group["decay_scale"] = scale
+        for group in self._decaying():
+            group["decay_scale"] = scale
 
 
 def _check_milestones(milestones: Milestones) -> tuple[list[int], list[list[float]]]:

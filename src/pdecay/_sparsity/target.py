@@ -1,26 +1,35 @@
-"""Ask for a sparsity, get it.
+"""A decay that is steered to a given sparsity.
 
-    target = pdecay.SparsityTarget(optimizer, 0.9, total_steps=1000)
+    pdecay.SparsityTarget(optimizer, 0.9, total_steps=1000)
     for batch in batches:
         ...
         optimizer.step()
-        target.step()
 
-With a fixed lam the sparsity comes out as it will. Here it is asked for along a cubic ramp, and
-lam is set from the weights themselves. ``tau`` is the magnitude of the weight whose turn it is: the
-quantile of |w| at the sparsity that the ramp asks for now. ``decay_scale`` is chosen so that a
-weight at tau shrinks at a set speed, which for p < 1 means that all below it shrink faster and all
-above it slower. Weights whose turn was a while ago are set to exactly zero, where the decay holds
-them; at the ramp's end the count is made exact. From then on the scale is next to nothing, which
-still holds zeros (zero is a fixed point for any lam > 0), and the rest trains on undecayed.
+With a fixed lam the final sparsity is unknown in advance. :class:`SparsityTarget` instead follows a
+cubic ramp of sparsities and derives lam from the weights. ``tau`` is the quantile of |w| at the
+sparsity that the ramp asks for now. ``decay_scale`` is set so that a weight at tau shrinks at a
+given speed. For p < 1 all weights below tau then shrink faster and all above it slower. Weights
+that have been below tau for a while are set to exactly zero, where the decay keeps them. At the end
+of the ramp the count of zeros is made exact. After that, :func:`pdecay.freeze_zeros` keeps the
+zeros, and the other weights train without decay.
 
-A controller that follows the error of the count instead oscillates: weights that are small but not
-zero come back as soon as lam falls.
+A feedback controller on the count of zeros would oscillate: weights that are small but not zero
+grow again as soon as lam falls.
+
+The target acts in the optimizer's step hooks. Its state lives in ``optimizer.param_groups`` as
+plain numbers, so every checkpoint of the optimizer is also a checkpoint of the target:
+
+    group["target_sparsity"]   the target; tells the states of different targets apart
+    group["target_step"]       the number of optimizer steps
+    group["target_update"]     the running size of the optimizer's update of one weight
+    group["target_magnitude"]  the mean magnitude of the nonzero weights
+    group["target_initial"]    for each parameter, its zeros when it joined the ramp; -1 before
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +41,11 @@ from torch.optim import Optimizer
 from pdecay._core.group_settings import Group, decayed_params
 from pdecay._core.penalty import as_penalty
 from pdecay._core.validation import check_count, check_number
-from pdecay._optim.attachment import attachment_of, is_decaying
+from pdecay._optim.attachment import attachment_of
+from pdecay._optim.hooks import StepHooks, find_hooks, is_skipped
 from pdecay._optim.step import decay_rate
+from pdecay._sparsity.freezing import HOLD, decaying_list, freeze_zeros, zero_keeping_groups
+from pdecay._sparsity.ramp import cubic_ramp
 from pdecay._sparsity.ranking import (
     count_zeros,
     group_of,
@@ -42,59 +54,67 @@ from pdecay._sparsity.ranking import (
     zero_smallest_,
 )
 
-# Small enough to leave every weight alone and large enough to stay above 0 in single precision.
-HOLD = 1e-30
-
-_STAGES = 200  # how often the ramp is looked at: ranking all weights at each step would cost
-_LAG = 0.1  # of the ramp: how long a weight has to get to zero by itself before it is set
-# The decay's speed at tau, in units of the optimizer's typical update. From p = 1 on the weights
-# that are to stay are pulled at least as hard as those at tau, and a full update would end them.
+_STAGES = 200  # updates of the scale along the ramp: ranking all weights each step would be slow
+_LAG = 0.1  # of the ramp: the time that a weight has to shrink before it is set to zero
+# The speed of the decay at tau, in units of the optimizer's typical update. From p = 1 on, larger
+# weights are pulled at least as hard as those at tau, and a full update would remove them too.
 _SHARE_OF_UPDATE = {"below 1": 1.0, "from 1 on": 0.3}
-_PROBED_ROWS = 8  # of each tensor, to see how far a step moves the weights
-
-
-def freeze_zeros(optimizer: Optimizer) -> None:
-    """From now on zeros stay zero and all other weights train on undecayed. No mask is kept.
-
-    The decay's scale is set to next to nothing: its factor is then 1 for every weight but 0 for
-    zeros. Set ``group["decay_scale"]`` back to decay again.
-    """
-    for group in _absorbing_groups(optimizer, "freeze_zeros"):
-        group["decay_scale"] = HOLD
+_PROBED_ROWS = 8  # rows of each tensor that the size of the update is measured on
+# The share of weights by which a finished run may exceed its target: weights can reach zero by
+# themselves. Restored weights must not be refused for it.
+_TOLERANCE = 0.01
+_STATE = ("target_step", "target_update", "target_magnitude")
+_KEYS = ("target_sparsity", *_STATE, "target_initial")
 
 
 @dataclass
 class _Pool:
-    """Weights that are ranked together, and the share of them that has to be zero at the end."""
+    """Weights that are ranked together, and the share of them that must be zero at the end."""
 
     params: list[Tensor]
     target: float
-    size: int
-    initial: float = 0.0  # the share that was zero when the ramp began
+    initial_zeros: int
+
+    @property
+    def size(self) -> int:
+        return sum(param.numel() for param in self.params)
+
+    def zeros_at(self, progress: float) -> int:
+        """Return the number of zeros that the ramp asks for."""
+        initial = self.initial_zeros / self.size
+        return round((initial + progress * (self.target - initial)) * self.size)
 
 
 class SparsityTarget:
-    """Steers the decay so that the decayed weights end at the asked sparsity.
+    """Steer the decay so that a given share of the decayed weights is zero at the end.
+
+    Create it once. It then acts after each real step of the optimizer: gradient accumulation needs
+    no care, and steps that a gradient scaler skips do not count. Its state is part of the
+    optimizer's, so ``optimizer.state_dict()`` is all that a checkpoint needs. Create the target
+    before or after ``optimizer.load_state_dict``; the run continues exactly.
 
     Args:
         optimizer: a PAdam, a PSGD, or any optimizer that ``pdecay.attach`` was called on, with
-            some p < 2. Its lam only sets the terms of a sum in proportion to each other.
-        target: the share of the decayed weights that are to be exactly zero, in (0, 1).
-        total_steps: how many steps the training has.
-        start, end: when the ramp begins and ends, as shares of `total_steps`. After its end the
-            weights that are left train on undecayed.
-        per_layer: True ranks each tensor by itself, so that each ends at the target; a mapping
-            from tensors to targets does so for those, and the rest is ranked together.
-        floor: the share of each tensor that stays, whatever the ranking says, so that no layer
-            dies.
+            some p < 2. Its lam only sets the terms of a sum in proportion to each other. A list
+            of optimizers, for instance one for each parameter, is steered as one.
+        target: the share of the decayed weights that must be exactly zero, above 0 and below 1.
+            Weights that do not require a gradient are neither pruned nor counted.
+        total_steps: the number of optimizer steps of the training.
+        start, end: the start and the end of the ramp, as shares of `total_steps`. After the end,
+            the nonzero weights train without decay.
+        per_layer: True ranks each tensor by itself, so that each ends at the target. A mapping
+            from tensors to targets does so for these tensors, and ranks the rest together.
+        floor: the share of each tensor that is kept regardless of the ranking, so that no layer
+            is removed.
 
-    Call :meth:`step` after each ``optimizer.step()``. Under DDP every rank comes to the same
-    numbers; shards of FSDP2 are counted over all ranks.
+    Parameters that are added or unfrozen during the ramp join it. A group that is added after the
+    end of the ramp is neither decayed nor pruned. Under DDP every rank computes the same numbers;
+    shards of FSDP2 are counted over all ranks.
     """
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         target: float,
         total_steps: int,
         *,
@@ -103,228 +123,356 @@ class SparsityTarget:
         per_layer: bool | Mapping[Tensor, float] = False,
         floor: float = 0.0,
     ) -> None:
-        groups = _absorbing_groups(optimizer, "SparsityTarget")
+        self._hooks = [_Hooks(one, self) for one in decaying_list(optimizer, "SparsityTarget")]
+        for one in self.optimizers:
+            zero_keeping_groups(one, "SparsityTarget")
+            if target_of(one) is not None:
+                raise ValueError("the optimizer has a SparsityTarget already; detach() it first")
         check_count("total_steps", total_steps)
         if not 0 <= check_number("start", start) < check_number("end", end) <= 1:
             raise ValueError(f"0 <= start < end <= 1 must hold, got start={start!r}, end={end!r}")
-        self.optimizer = optimizer
-        self.total_steps = total_steps
+        self.target = _check_target("target", target)
+        self.total_steps, self.start, self.end = total_steps, start, end
+        self.per_layer = per_layer
         self.floor = check_number("floor", floor)
-        self.last_step = 0
         self._begin = int(start * total_steps)
         self._end = max(self._begin + 1, round(end * total_steps))
         self._every = max(1, (self._end - self._begin) // _STAGES)
-        self._update = 0.0  # the typical size of the optimizer's update of one weight
-        self._typical = 0.0  # the mean magnitude of the weights that are not zero
-        self._before: list[Tensor] = []
-        params = [param for group in groups for param in _decayed(group)]
-        self._by_layer = bool(per_layer) or bool(floor)
-        self._pools = list(self._make_pools(params, _check_target("target", target), per_layer))
-        for pool in self._pools:
+        self._own_targets = self._check_per_layer(per_layer)
+        self._stepped: set[Optimizer] = set()  # the optimizers that took the current step
+        self._before: dict[Optimizer, list[Tensor]] = {}  # probed weights before the step
+        self._moved = torch.zeros(3, dtype=torch.float64)
+        self._warned = False
+        for pool in self._pools():
             self._check_possible(pool)
-        for group in groups:
-            group["decay_scale"] = 0.0
-        optimizer.register_step_pre_hook(self._remember)
+        self._complete_state(list(self._groups()))
+        for hooks in self._hooks:
+            hooks.register()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The steered optimizers, unwrapped."""
+        return [hooks.optimizer for hooks in self._hooks]
 
     @property
     def sparsity(self) -> float:
         """The share of the decayed weights that are exactly zero now."""
-        zeros = sum(self._zeros(pool) for pool in self._pools)
-        return zeros / sum(pool.size for pool in self._pools)
+        pools = self._pools()
+        return sum(count_zeros(pool.params) for pool in pools) / sum(pool.size for pool in pools)
 
-    def asked(self, step: int) -> float:
-        """How far along the ramp a step is, between 0 and 1: fast at first, then slower."""
-        x = (step - self._begin) / (self._end - self._begin)
-        return 1 - (1 - min(max(x, 0.0), 1.0)) ** 3
+    @property
+    def last_step(self) -> int:
+        """The number of steps so far."""
+        return int(self.optimizers[0].param_groups[0].get("target_step", 0))
+
+    def detach(self) -> None:
+        """Stop steering and remove the state; a second call does nothing.
+
+        The weights and ``group["decay_scale"]`` keep their values. To keep the zeros as well, call
+        :func:`pdecay.freeze_zeros`.
+        """
+        if target_of(self.optimizers[0]) is not self:
+            return
+        for hooks in self._hooks:
+            hooks.detach()
+        for group in self._groups():
+            for key in _KEYS:
+                group.pop(key, None)
 
     def step(self) -> None:
-        """Set the decay for the next step; call it after ``optimizer.step()``."""
-        self.last_step += 1
-        if self.last_step > self._end or self.last_step < self._begin:
-            return
-        if self.last_step == max(1, self._begin):
-            for pool in self._pools:
-                pool.initial = self._zeros(pool) / pool.size
-        self._measure_update()
-        if self.last_step == self._end:
-            self._zero_smallest(1.0)
-            freeze_zeros(self.optimizer)
-        elif (self.last_step - self._begin) % self._every == 0:
-            lag = _LAG * (self._end - self._begin)
-            self._zero_smallest(self.asked(int(self.last_step - lag)))
-            self._set_scales()
+        """Do nothing. Deprecated: the target acts in the optimizer's step."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "SparsityTarget.step() does nothing and can be removed: the target acts in "
+                "optimizer.step()",
+                DeprecationWarning,
+                stacklevel=2,
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "last_step": self.last_step,
-            "update": self._update,
-            "initial": [pool.initial for pool in self._pools],
-        }
+        """Return the step, for information: the state is in ``optimizer.state_dict()``."""
+        return {"last_step": self.last_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if len(state_dict["initial"]) != len(self._pools):
-            raise ValueError(
-                f"the checkpoint ranks the weights in {len(state_dict['initial'])} pools, this "
-                f"target in {len(self._pools)}: per_layer differs"
-            )
-        self.last_step = state_dict["last_step"]
-        self._update = state_dict["update"]
-        for pool, initial in zip(self._pools, state_dict["initial"], strict=True):
-            pool.initial = initial
+        """Do nothing: ``optimizer.load_state_dict`` restores the state."""
 
-    def _make_pools(
-        self, params: list[Tensor], target: float, per_layer: bool | Mapping[Tensor, float]
-    ) -> Iterator[_Pool]:
-        own: dict[Tensor, float] = {}
-        if isinstance(per_layer, Mapping):
-            own = {param: _check_target("a layer's target", t) for param, t in per_layer.items()}
-            strangers = [tuple(param.shape) for param in own if not _among(param, params)]
-            if strangers:
-                raise ValueError(f"per_layer has tensors that do not decay, of shapes {strangers}")
-        elif per_layer:
-            own = dict.fromkeys(params, target)
-        for param, layer_target in own.items():
-            yield _Pool([param], layer_target, param.numel())
-        rest = [param for param in params if param not in own]
-        if rest:
-            yield _Pool(rest, target, sum(param.numel() for param in rest))
+    def __repr__(self) -> str:
+        options = [f"floor={self.floor:g}"] if self.floor else []
+        if self.per_layer:
+            options.append("per_layer=" + ("True" if self.per_layer is True else "{...}"))
+        settings = [
+            f"{self.target:g}, total_steps={self.total_steps}, start={self.start:g}",
+            f"end={self.end:g}",
+            *options,
+            f"last_step={self.last_step}",
+        ]
+        return f"SparsityTarget({', '.join(settings)})"
+
+    # State
+
+    def _complete_state(self, groups: list[Group]) -> None:
+        """Give groups without a state that of the other groups, or a new one.
+
+        Groups lack it at first and after ``add_param_group``. The groups of a checkpoint lack it
+        if the checkpoint was written without this target.
+        """
+        complete = [group for group in groups if group.get("target_sparsity") == self.target]
+        if len(complete) == len(groups):
+            return
+        state: Group = dict.fromkeys(_STATE, 0.0) | {"target_step": 0}
+        if complete:
+            state = {key: complete[0][key] for key in _STATE}
+        elif any("target_sparsity" in group for group in groups):
+            warnings.warn(
+                f"the optimizer has the state of another target, "
+                f"{groups[0].get('target_sparsity')}; the ramp to {self.target:g} starts anew",
+                stacklevel=3,
+            )
+        if state["target_step"] >= self._end:
+            warnings.warn(
+                "a parameter group was added after the end of the SparsityTarget's ramp; it is "
+                "neither decayed nor pruned",
+                stacklevel=3,
+            )
+        for group in groups:
+            if group.get("target_sparsity") != self.target:
+                initial = [-1] * len(group["params"])
+                group.update(state, target_sparsity=self.target, target_initial=initial)
+                group["decay_scale"] = 0.0
+
+    def _save(self, **state: float) -> None:
+        for group in self._groups():
+            group.update(state)
+
+    def _groups(self) -> Iterator[Group]:
+        for optimizer in self.optimizers:
+            yield from optimizer.param_groups
+
+    def complete_checkpoint(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of an optimizer's checkpoint that has a state of this target."""
+        self._stepped.clear()
+        self._before.clear()
+        self._moved.zero_()
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        self._complete_state(groups)
+        return {**state_dict, "param_groups": groups}
+
+    # Steps
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Remember some weights, to measure how far the step moves them."""
+        self._complete_state(list(self._groups()))
+        if optimizer in self._stepped:  # of several, another one did not take the last step
+            self._advance()
+        if self._begin <= self.last_step + 1 <= self._end:
+            self._before[optimizer] = [probe.clone() for probe in _probes(optimizer)]
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Measure the step, and advance once all optimizers took theirs."""
+        if is_skipped(optimizer):
+            self._before.pop(optimizer, None)
+            return
+        for before, now in zip(self._before.pop(optimizer, ()), _probes(optimizer), strict=False):
+            alive = now != 0
+            self._moved[0] += (now - before)[alive].abs().double().square().sum().cpu()
+            self._moved[1] += alive.sum().cpu()
+            self._moved[2] += now.abs().double().sum().cpu()
+        self._stepped.add(optimizer)
+        if len(self._stepped) == len(self.optimizers):
+            self._advance()
+
+    def _advance(self) -> None:
+        """Count a step of all optimizers, and set the decay of the next one."""
+        self._stepped.clear()
+        step = self.last_step + 1
+        self._save(target_step=step)
+        if not self._begin <= step <= self._end:
+            return
+        self._count_initial_zeros()
+        self._measure_update()
+        if step == self._end:
+            self._zero_smallest(1.0)
+            freeze_zeros(self.optimizers)
+        elif (step - self._begin) % self._every == 0:
+            lag = _LAG * (self._end - self._begin)
+            self._zero_smallest(cubic_ramp(int(step - lag), self._begin, self._end))
+            self._set_scales(cubic_ramp(step, self._begin, self._end))
+
+    def _count_initial_zeros(self) -> None:
+        """Count the zeros of the parameters that take part for the first time."""
+        for group in self._groups():
+            initial = list(group["target_initial"])  # a copy: state_dict() shares the list
+            for i, param in _steered(group):
+                if initial[i] < 0:
+                    initial[i] = count_zeros([param])
+            group["target_initial"] = initial
+
+    def _measure_update(self) -> None:
+        moved, self._moved = self._moved, torch.zeros(3, dtype=torch.float64)
+        processes = group_of(self._pools()[0].params)
+        if processes is not None:
+            torch.distributed.all_reduce(moved, group=processes)
+        squares, alive, magnitudes = moved.tolist()
+        if not alive or not math.isfinite(squares) or not math.isfinite(magnitudes):
+            return  # nothing was measured, or a batch was not finite: keep the last measurement
+        update = math.sqrt(squares / alive)
+        last = next(self._groups())["target_update"]
+        self._save(
+            target_update=0.9 * last + 0.1 * update if last else update,
+            target_magnitude=magnitudes / alive,
+        )
+
+    # Ranking
+
+    def _pools(self) -> list[_Pool]:
+        """Return the weights that decay and train now, grouped by common ranking."""
+        pools = []
+        rest = _Pool([], self.target, 0)
+        for group in self._groups():
+            initial = group.get("target_initial")
+            for i, param in _steered(group):
+                zeros = max(0, initial[i]) if initial else 0
+                if self.per_layer is True or param in self._own_targets:
+                    own = self._own_targets.get(param, self.target)
+                    pools.append(_Pool([param], own, zeros))
+                else:
+                    rest.params.append(param)
+                    rest.initial_zeros += zeros
+        pools += [rest] if rest.params else []
+        if not pools:
+            raise ValueError(
+                "SparsityTarget: the optimizer has no decayed weights that require a gradient"
+            )
+        return pools
+
+    def _zero_smallest(self, progress: float) -> None:
+        """Set as many weights to zero as the ramp asks for."""
+        for pool in self._pools():
+            for params, count in self._with_floor(pool, progress):
+                zero_smallest_(params, count)
+
+    def _with_floor(self, pool: _Pool, progress: float) -> Iterator[tuple[list[Tensor], int]]:
+        """Split a pool into lists to rank together, each with its number of zeros.
+
+        A tensor that the common ranking would take below its floor gets as many zeros as the
+        floor allows. The rest of the zeros is distributed over the other tensors.
+        """
+        count, free = pool.zeros_at(progress), list(pool.params)
+        while self.floor and count:
+            tau = kth_magnitude(free, count)
+            most = {param: int((1 - self.floor) * param.numel()) for param in free}
+            full = [param for param in free if _count_up_to(param, tau) > most[param]]
+            if not full or len(full) == len(free):
+                break
+            for param in full:
+                zeros = most.pop(param)
+                count -= zeros
+                yield [param], zeros
+            free = list(most)
+        yield free, count
+
+    def _set_scales(self, progress: float) -> None:
+        """Set the scale at which a weight at its pool's tau shrinks at the given speed."""
+        taus: dict[Tensor, float] = {}
+        for pool in self._pools():
+            for params, count in self._with_floor(pool, progress):
+                tau = kth_magnitude(params, count) if count else 0.0
+                taus.update(dict.fromkeys(params, tau))
+        for optimizer in self.optimizers:
+            for group in zero_keeping_groups(optimizer, "SparsityTarget"):
+                scales = [
+                    self._scale_for(group, taus[param], optimizer) if param in taus else HOLD
+                    for param in group["params"]
+                ]
+                by_layer = bool(self.per_layer) or bool(self.floor)
+                group["decay_scale"] = scales if by_layer else max(scales)
+
+    def _scale_for(self, group: Group, tau: float, optimizer: Optimizer) -> float:
+        penalty = as_penalty(group["decay"])
+        attachment = attachment_of(optimizer)
+        rate = float(attachment.rate(group) if attachment else decay_rate(group, optimizer))
+        if not tau or not rate or penalty is None:
+            return HOLD  # there are more zeros than the ramp asks for, or the learning rate is 0
+        lowest = min(p for p, lam in penalty.pairs() if lam)
+        share = _SHARE_OF_UPDATE["below 1" if lowest < 1 else "from 1 on"]
+        # Above p = 1 the pull grows with the weight. It is set at the typical weight that remains:
+        # set at tau, it would grow without bound on these as tau falls to zero.
+        large = max(tau, group["target_magnitude"])
+        pull: float = sum(lam * (large if p > 1 else tau) ** (p - 1) for p, lam in penalty.pairs())
+        return float(share * group["target_update"] / (rate * pull))
+
+    # Checks
+
+    def _check_per_layer(self, per_layer: bool | Mapping[Tensor, float]) -> dict[Tensor, float]:
+        if not isinstance(per_layer, Mapping):
+            return {}
+        own = {param: _check_target("a layer's target", t) for param, t in per_layer.items()}
+        decayed = {param for group in self._groups() for param in decayed_params(group)}
+        unknown = [tuple(param.shape) for param in own if param not in decayed]
+        if unknown:
+            raise ValueError(f"per_layer has tensors that do not decay, of shapes {unknown}")
+        return own
 
     def _check_possible(self, pool: _Pool) -> None:
         if pool.target > 1 - self.floor:
             raise ValueError(
                 f"target {pool.target:g} leaves less than the floor of {self.floor:g} that each "
-                "layer is to keep"
+                "layer keeps"
             )
-        zero = self._zeros(pool) / pool.size
-        if zero > pool.target:
+        zeros, allowed = count_zeros(pool.params), round(pool.target * pool.size)
+        if zeros > allowed + _TOLERANCE * pool.size:
             raise ValueError(
-                f"target {pool.target:g} is below the {zero:.4f} of the weights that are zero "
-                "already, and zeros stay"
+                f"target {pool.target:g} asks for {allowed} zeros, and {zeros} of the {pool.size} "
+                "weights are zero already; ask for a higher target"
             )
 
-    def _zeros(self, pool: _Pool) -> int:
-        return count_zeros(pool.params)
 
-    def _zero_smallest(self, along: float) -> None:
-        """Set to zero what should be by now, at this point of the ramp."""
-        for pool in self._pools:
-            for params, count in self._with_floor(pool, along):
-                zero_smallest_(params, count)
-
-    def _with_floor(self, pool: _Pool, along: float) -> Iterator[tuple[list[Tensor], int]]:
-        """Which tensors to rank together, and how many zeros they get at a point of the ramp.
-
-        A tensor that the common ranking would take below its floor gets as many zeros as the
-        floor allows, and the rest of the zeros is found among the others.
-        """
-        share = pool.initial + along * (pool.target - pool.initial)
-        count, free = round(share * pool.size), list(pool.params)
-        while self.floor and count:
-            tau = kth_magnitude(free, count)
-            most = {param: int((1 - self.floor) * param.numel()) for param in free}
-            full = [param for param in free if self._below(param, tau) > most[param]]
-            if not full or len(full) == len(free):
-                break
-            for param in full:
-                yield [param], most[param]
-                count -= most[param]
-            free = [param for param in free if not _among(param, full)]
-        yield free, count
-
-    def _below(self, param: Tensor, tau: float) -> int:
-        below = (param.detach().abs() <= tau).sum()
-        return int(below.full_tensor() if hasattr(below, "full_tensor") else below)
-
-    def _set_scales(self) -> None:
-        """For each pool the scale at which a weight at its tau shrinks at the set speed."""
-        taus: dict[Tensor, float] = {}
-        for pool in self._pools:
-            for params, count in self._with_floor(pool, self.asked(self.last_step)):
-                tau = kth_magnitude(params, count) if count else 0.0
-                taus.update(dict.fromkeys(params, tau))
-        for group in _absorbing_groups(self.optimizer, "SparsityTarget"):
-            scales = [
-                self._scale_for(group, taus[param]) if param in taus else HOLD
-                for param in group["params"]
-            ]
-            group["decay_scale"] = scales if self._by_layer else max(scales)
-
-    def _scale_for(self, group: Group, tau: float) -> float:
-        penalty = as_penalty(group["decay"])
-        rate = self._rate(group)
-        if not tau or not rate or penalty is None:
-            return HOLD  # more weights are zero than the ramp asks for, or nothing moves at all
-        lowest = min(p for p, lam in penalty.pairs() if lam)
-        speed = _SHARE_OF_UPDATE["below 1" if lowest < 1 else "from 1 on"] * self._update
-        # Above p = 1 the pull grows with the weight: it is set where the weights are that stay,
-        # or it would grow without bound on them as tau goes to zero.
-        large = max(tau, self._typical)
-        pull: float = sum(lam * (large if p > 1 else tau) ** (p - 1) for p, lam in penalty.pairs())
-        return speed / (rate * pull)
-
-    def _rate(self, group: Group) -> float:
-        attachment = attachment_of(self.optimizer)
-        if attachment is not None:
-            return float(attachment.rate(group))
-        return float(decay_rate(group, self.optimizer))
-
-    def _remember(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before each step: a few weights of each tensor, to see how far the step moves them."""
-        if self._begin <= self.last_step + 1 <= self._end:
-            self._before = [probe.clone() for probe in self._probes()]
-
-    def _measure_update(self) -> None:
-        if not self._before:
-            return
-        moved = torch.zeros(3, dtype=torch.float64)
-        for before, now in zip(self._before, self._probes(), strict=True):
-            alive = now != 0
-            moved[0] += (now - before)[alive].abs().double().square().sum().cpu()
-            moved[1] += alive.sum().cpu()
-            moved[2] += now.abs().double().sum().cpu()
-        self._before = []
-        group = group_of(self._pools[0].params)
-        if group is not None:
-            torch.distributed.all_reduce(moved, group=group)
-        if moved[1]:
-            update = math.sqrt(float(moved[0] / moved[1]))
-            self._update = update if not self._update else 0.9 * self._update + 0.1 * update
-            self._typical = float(moved[2] / moved[1])
-
-    def _probes(self) -> Iterator[Tensor]:
-        for pool in self._pools:
-            for param in pool.params:
-                tensor = local_part(param).detach()
-                yield tensor[:: max(1, len(tensor) // _PROBED_ROWS)]
+def target_of(optimizer: Optimizer) -> SparsityTarget | None:
+    """Return the target that steers this optimizer, if there is one."""
+    hooks = find_hooks(optimizer, _Hooks)
+    return hooks.target if hooks else None
 
 
-def _absorbing_groups(optimizer: Optimizer, what: str) -> list[Group]:
-    """The groups that decay weights and hold zeros, or an error that says what is missing."""
-    if not isinstance(optimizer, Optimizer) or not is_decaying(optimizer):
-        raise TypeError(
-            f"{what} needs an optimizer that decays (PAdam, PSGD, or one that pdecay.attach was "
-            f"called on), got {type(optimizer).__name__}"
-        )
-    groups = [group for group in optimizer.param_groups if _decayed(group)]
-    if not groups:
-        raise ValueError(f"{what}: the optimizer has no decayed weights")
-    for group in groups:
-        penalty = as_penalty(group["decay"])
-        if penalty is None or not penalty.absorbs:
-            raise ValueError(
-                f"{what}: zero is a fixed point only for some p < 2 with lam > 0, "
-                f"got {group['decay']}"
-            )
-        if group["decay_auxiliary"]:
-            raise ValueError(
-                f"{what} needs zeros that stay, and with auxiliary=Every(n) or Slow(rate) weights "
-                "can leave zero; use Instant()"
-            )
-    return groups
+class _Hooks(StepHooks):
+    """The hooks of a target on one of its optimizers."""
+
+    def __init__(self, optimizer: Optimizer, target: SparsityTarget) -> None:
+        super().__init__(optimizer)
+        self.target = target
+
+    def before_step(self, *, has_closure: bool) -> None:
+        self.target.before_step(self.optimizer)
+
+    def after_step(self) -> None:
+        self.target.after_step(self.optimizer)
+
+    def before_load_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return self.target.complete_checkpoint(state_dict)
 
 
-def _decayed(group: Group) -> list[Tensor]:
-    return [param for param in decayed_params(group) if param.numel()]
+def _steered(group: Group) -> Iterator[tuple[int, Tensor]]:
+    """Yield the index and the tensor of each parameter that decays and trains."""
+    if not group.get("decay"):  # also a new group that attach has not seen yet
+        return
+    decayed = set(decayed_params(group))
+    for i, param in enumerate(group["params"]):
+        if param in decayed and param.requires_grad and param.numel():
+            yield i, param
+
+
+def _probes(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield a few rows of each steered tensor."""
+    for group in optimizer.param_groups:
+        for _, param in _steered(group):
+            tensor = torch.atleast_1d(local_part(param).detach())
+            yield tensor[:: max(1, len(tensor) // _PROBED_ROWS)]
+
+
+@torch.no_grad()
+def _count_up_to(param: Tensor, tau: float) -> int:
+    count = (param.abs() <= tau).sum()
+    return int(count.full_tensor() if hasattr(count, "full_tensor") else count)
 
 
 def _check_target(name: str, target: object) -> float:
@@ -332,7 +480,3 @@ def _check_target(name: str, target: object) -> float:
     if not 0 < share < 1:
         raise ValueError(f"{name} must be above 0 and below 1, got {target!r}")
     return share
-
-
-def _among(param: Tensor, params: Sequence[Tensor]) -> bool:
-    return any(param is other for other in params)

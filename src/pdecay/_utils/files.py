@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, whenever the process or the machine dies."""
+"""Atomic file writes and a folder lock that survive a killed process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _UNFINISHED = ".part"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A binary file to write, which takes the name `path` at once when the block has ended well.
+    """Open a binary file that atomically replaces `path` when the block ends without an error.
 
-    It is written beside its place and flushed to the disk before it gets its name; a reader, or
-    a process that starts after a crash, sees the old file or the new one and nothing between.
+    The data is written to a temporary file in the same folder and flushed to disk before the
+    rename. A reader therefore sees either the old file or the complete new one, even after a
+    crash.
     """
-    target = Path(os.path.realpath(path))  # a link stays one
+    target = Path(os.path.realpath(path))  # replace the file that a symbolic link points to
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}{_UNFINISHED}")
@@ -37,14 +38,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete what killed processes were writing in a folder; no other may be at work there."""
+    """Delete temporary files that killed processes left in a folder.
+
+    Hold the folder's :func:`lock`: this also deletes files that another process is writing.
+    """
     for part in folder.glob(f".*{_UNFINISHED}"):
         part.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
-    """The file's new name is on the disk only when its folder is."""
-    if os.name == "nt":  # where folders cannot be opened
+    """Flush the folder, because a rename is on disk only once its folder is."""
+    if os.name == "nt":  # Windows cannot open folders
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -54,7 +58,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class LockedError(Exception):
-    """Another process is at work in a folder."""
+    """Another process holds the lock of a folder."""
 
 
 @contextmanager
@@ -76,6 +80,7 @@ def lock(folder: Path, name: str = ".lock", *, wait: bool = False) -> Iterator[N
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise LockedError(
-                f"another process is at work in {folder}: wait for it, or choose another folder"
+                f"another process is using {folder}: wait for it to finish, or choose another "
+                "folder"
             ) from None
         yield

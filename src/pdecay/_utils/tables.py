@@ -1,10 +1,10 @@
-"""Tables as text."""
+"""Text tables."""
 
 from __future__ import annotations
 
 
 def aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """The lines of a table: the first two columns to the left, numbers to the right."""
+    """Return the lines of a table; the first two columns are left-aligned, the rest right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(

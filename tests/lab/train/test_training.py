@@ -338,7 +338,9 @@ def test_two_processes_never_train_in_one_folder(tmp_path):
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(RunError, match=r"another process is at work in .*: wait for it, or"):
+        with pytest.raises(
+            RunError, match=r"another process is using .*: wait for it to finish, or"
+        ):
             train(settings_of("padam"), tmp_path)
         assert os.listdir(tmp_path) == [".lock"]
         holder.kill()

@@ -190,7 +190,7 @@ def trained(
         return Trained(model.eval(), kept["sparsity"], kept["accuracy"])
     groups = pdecay.param_groups(model)
     optimizer = pdecay.PAdam(groups, lr=job.lr, decay=pdecay.Lp(0.8, 1.0))
-    target = pdecay.SparsityTarget(optimizer, sparsity, job.steps)
+    pdecay.SparsityTarget(optimizer, sparsity, job.steps)
     rates = schedule(optimizer, job.steps, job.warmup)
     for step in range(job.steps):
         job.reseed(0, step)
@@ -199,7 +199,6 @@ def trained(
         loss.backward()
         job.clip_(model)
         optimizer.step()
-        target.step()
         rates.step()
         if step % 10 == 0:
             say(f"training {network.name} to {sparsity:.0%}: step {step} of {job.steps}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,22 +79,8 @@ class TargetMethod(Method):
 
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
         optimizer = _padam(model, lr, Lp(self.p, 1.0))
-        return _Steered(optimizer, SparsityTarget(optimizer, self.target, steps))
-
-
-class _Steered(Run):
-    def __init__(self, optimizer: Optimizer, target: SparsityTarget) -> None:
-        super().__init__(optimizer)
-        self._target = target
-
-    def after_step(self) -> None:
-        self._target.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._target.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._target.load_state_dict(state_dict)
+        SparsityTarget(optimizer, self.target, steps)  # acts in the optimizer's step
+        return Run(optimizer)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""Keeping zeros at zero: :func:`freeze_zeros`, and the checks that an optimizer can do it.
+
+For some p < 2 with lam > 0, zero is a fixed point of the decay for any positive scale, however
+small. A scale of `HOLD` multiplies zeros by 0 and every other weight by 1, so the zeros themselves
+act as the mask and no mask is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from pdecay._core.group_settings import Group, decayed_params
+from pdecay._core.penalty import as_penalty
+from pdecay._optim.attachment import attachment_of, is_decaying
+from pdecay._optim.hooks import unwrap
+
+# Too small to change a nonzero weight, and large enough to stay above 0 in single precision.
+HOLD = 1e-30
+
+
+def freeze_zeros(optimizer: Optimizer | Sequence[Optimizer]) -> None:
+    """Keep zeros at zero from now on, and train all other weights without decay.
+
+    This sets ``group["decay_scale"]`` next to zero. Set it back to decay again.
+
+    Args:
+        optimizer: a PAdam, a PSGD, or any optimizer that ``pdecay.attach`` was called on, with
+            some p < 2; or a list of them.
+    """
+    for one in decaying_list(optimizer, "freeze_zeros"):
+        for group in zero_keeping_groups(one, "freeze_zeros"):
+            group["decay_scale"] = HOLD
+
+
+def decaying(optimizer: object, caller: str) -> Optimizer:
+    """Return the unwrapped optimizer, or raise TypeError if it has no p-norm weight decay."""
+    inner = unwrap(optimizer)
+    if not isinstance(inner, Optimizer) or not is_decaying(inner):
+        raise TypeError(
+            f"{caller} needs an optimizer that decays (PAdam, PSGD, or one that pdecay.attach was "
+            f"called on), got {type(optimizer).__name__}"
+        )
+    return inner
+
+
+def decaying_list(optimizer: object, caller: str) -> list[Optimizer]:
+    """Return one or several optimizers as a list of unwrapped, decaying optimizers."""
+    given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = [decaying(one, caller) for one in given]
+    if not optimizers:
+        raise ValueError(f"{caller}: the list of optimizers is empty")
+    return optimizers
+
+
+def zero_keeping_groups(optimizer: Optimizer, caller: str) -> list[Group]:
+    """Return the groups with decayed weights, or raise ValueError if their zeros could move."""
+    attachment = attachment_of(optimizer)
+    if attachment is not None and attachment.step == "prox":
+        raise ValueError(
+            f'{caller} needs zeros that stay zero, and with step="prox" weights leave zero again; '
+            'attach with step="decay"'
+        )
+    groups = [
+        group
+        for group in optimizer.param_groups
+        if group.get("decay") and decayed_params(group)  # attach completes new groups later
+    ]
+    for group in groups:
+        penalty = as_penalty(group["decay"])
+        if penalty is None or not penalty.absorbs:
+            raise ValueError(
+                f"{caller}: zero is a fixed point only for some p < 2 with lam > 0, "
+                f"got {group['decay']}"
+            )
+        if group["decay_auxiliary"]:
+            raise ValueError(
+                f"{caller} needs zeros that stay zero, and with auxiliary=Every(n) or Slow(rate) "
+                "weights can leave zero; use Instant()"
+            )
+    return groups
