@@ -56,13 +56,13 @@ def _run(args: argparse.Namespace) -> int:
         if args.plot.suffix not in _PICTURES:
             raise UsageError(f"--plot writes {' or '.join(_PICTURES)}, got {str(args.plot)!r}")
         check_writable(args.plot.parent)
-        from pdecay.deployment.inspect import picture
+        from pdecay.lab import weight_figure
     try:
         inspection = inspect(args.file, threshold=args.threshold, key=args.key)
     except FileFormatError as error:
         raise UsageError(str(error)) from None
     if args.plot is not None:
-        picture.draw(inspection, args.plot)
+        weight_figure.draw(inspection, args.plot)
     if args.json:
         sys.stdout.write(json.dumps(inspection.to_dict(), indent=2) + "\n")
     else:

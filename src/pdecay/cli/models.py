@@ -69,11 +69,11 @@ def model_of(args: argparse.Namespace) -> tuple[nn.Module, Any]:
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load a file of any kind that holds a state dict into a model."""
     from pdecay.deployment.files import FileFormatError, load
-    from pdecay.deployment.inspect.sources import _is_torch, _state_dict, _unpickled
+    from pdecay.deployment.inspect.sources import is_torch_file, read_state_dict
 
     try:
-        if _is_torch(path):
-            model.load_state_dict(_state_dict(_unpickled(path), None))
+        if is_torch_file(path):
+            model.load_state_dict(read_state_dict(path))
         else:
             load(path, model)
     except FileFormatError as error:

@@ -1,18 +1,20 @@
-"""A model in a file that takes little more than its non-zeros, and back again.
+"""Model files that store little more than the non-zero weights.
 
-    saving, loading  the two calls
-    writing, reading the file as a whole, one tensor at a time
-    table            its list of tensors
-    codec            where the non-zeros of a tensor stand
-    container        safetensors' own part of the file
-    dtypes, report   what the rest shares
+    model_io     save and load a model or a state dict
+    writer       write a file, one tensor at a time
+    reader       read and check an untrusted file, one tensor at a time
+    table        the list of tensors in a sparse file
+    codec        encode the positions of non-zero elements
+    container    the safetensors header
+    dtypes       element types
+    save_report  the report that save returns
 
-docs/files.md describes the file byte by byte. Whatever it claims is checked before memory is taken.
+docs/files.md specifies the format byte by byte. Every size that a file claims is checked before
+memory is allocated for it.
 """
 
 from pdecay.deployment.files.container import FileFormatError
-from pdecay.deployment.files.loading import load, read_metadata
-from pdecay.deployment.files.report import SaveReport, StoredTensor
-from pdecay.deployment.files.saving import save
+from pdecay.deployment.files.model_io import load, read_metadata, save
+from pdecay.deployment.files.save_report import SaveReport, StoredTensor
 
 __all__ = ["FileFormatError", "SaveReport", "StoredTensor", "load", "read_metadata", "save"]

@@ -1,17 +1,17 @@
-"""Where a tensor's non-zeros stand, in little more than the entropy of their positions.
+"""Encodings of the positions of non-zero elements, close to their entropy.
 
-Two encodings, on the tensor's elements in row-major order; bit i of a string of bits is bit i % 8,
-counted from the lowest, of its byte i // 8:
+Elements are numbered in row-major order. Bit i of a bit string is bit ``i % 8``, counted from the
+lowest, of byte ``i // 8``. There are two encodings:
 
-- ``mask``: a bit for each element, 1 where it is not zero.
-- ``gaps``: the rarer of zeros and non-zeros, by the number of elements between one and the next.
-  A gap's ``low_bits`` lowest bits go to as many bit planes: plane b holds bit b of every gap. What
-  is left, ``gap >> low_bits``, is written in unary: as many 0 bits, then a 1. (These are
-  Golomb-Rice codes. On random positions they stay within 4 % of the entropy; the planes make them
-  fast without a line of C: numpy packs and counts bits by the byte.)
+- ``mask``: one bit per element, 1 for a non-zero.
+- ``gaps``: the distances between the elements of the rarer kind, zeros or non-zeros. A gap is the
+  number of elements between one and the next. Its ``low_bits`` lowest bits are stored in bit
+  planes: plane b holds bit b of every gap. The rest, ``gap >> low_bits``, is stored in unary: that
+  many 0 bits, then a 1. These are Golomb-Rice codes, within 4 % of the entropy for random
+  positions. Bit planes make them fast in numpy, which packs and counts bits by the byte.
 
-All checks of a hostile file are counts of bits, :func:`check`: nothing is decoded for them, and
-what has passed them decodes.
+:func:`check` validates untrusted data by counting bits, without decoding. Data that passes the
+check can be decoded.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from numpy.typing import NDArray
 from pdecay.deployment.files.container import FileFormatError
 
 Bytes = NDArray[np.uint8]
-Marks = NDArray[np.bool_]
+Mask = NDArray[np.bool_]
 Positions = NDArray[np.int64]
+Gaps = NDArray[np.unsignedinteger]
 
-# Elements at a time: so many that a call of numpy costs nothing, so few that they stay in the
-# processor's cache, and a multiple of 8. What is taken beside the tensor is a few times this.
+# Elements per block, a multiple of 8: large enough to amortise numpy's call overhead, small enough
+# for the processor's cache. Working memory is a few times this.
 BLOCK = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How the positions of `count` non-zeros among `size` elements are written.
+    """How the positions of `count` non-zeros among `size` elements are stored.
 
     Args:
-        kind: ``dense`` (no positions: all elements are stored), ``mask`` or ``gaps``.
-        low_bits, unary_bytes: of the gaps.
+        kind: ``dense`` (no positions, all elements are stored), ``mask`` or ``gaps``.
+        size, count: the number of elements and of non-zeros.
+        low_bits, unary_bytes: the number of bit planes and the size of the unary part of ``gaps``.
     """
 
     kind: str
@@ -51,33 +53,33 @@ class Encoding:
     unary_bytes: int = 0
 
     @property
-    def coded(self) -> int:
-        """The number of gaps: as many as there are of the rarer kind."""
+    def gap_count(self) -> int:
+        """The number of gaps, one for each element of the rarer kind."""
         return min(self.count, self.size - self.count)
 
     @property
     def plane_bytes(self) -> int:
-        return _bytes_for(self.coded)
+        return _bytes_for(self.gap_count)
 
     @property
     def nbytes(self) -> int:
-        """What the positions take."""
+        """The bytes of the encoded positions."""
         if self.kind == "mask":
             return _bytes_for(self.size)
         return self.low_bits * self.plane_bytes + self.unary_bytes
 
 
-def bound(size: int, count: int, itemsize: int) -> float:
-    """The bytes below which no code gets that knows no more than how many non-zeros there are.
+def lower_bound(size: int, count: int, itemsize: int) -> float:
+    """Return the least bytes for `count` non-zeros, given only their number.
 
-    The values, and the lesser of a bit for each element and the entropy of the positions; never
-    more than all elements take.
+    This is the size of the values plus the entropy of their positions, at most one bit per
+    element. It is never more than the dense size.
     """
     return min(count * itemsize + _entropy(size, count) / 8, size * itemsize)
 
 
 def _entropy(size: int, count: int) -> float:
-    """In bits; at most a bit for each element, so that a mask is never below it."""
+    """Return the entropy of the positions in bits."""
     if not 0 < count < size:
         return 0.0
     rest = size - count
@@ -85,63 +87,62 @@ def _entropy(size: int, count: int) -> float:
 
 
 def encode(
-    marks: Callable[[], Iterable[Marks]], size: int, count: int
+    blocks: Callable[[], Iterable[Mask]], size: int, count: int
 ) -> tuple[Encoding, list[Bytes]]:
-    """The smaller encoding of some positions, and its bytes.
+    """Return the smaller encoding and its bytes.
 
     Args:
-        marks: gives the tensor's elements in blocks of :data:`BLOCK`, True where they are not
-            zero. It may be called twice.
-        size, count: the number of elements, and of non-zeros.
+        blocks: returns the mask of non-zeros in blocks of :data:`BLOCK`. It may be called twice.
+        size, count: the number of elements and of non-zeros.
     """
     mask = Encoding("mask", size, count)
-    # A gap takes 2 bits or more in all codes but the shortest, which is about as long as the mask.
-    if 2 * mask.coded < size:
-        gaps = list(_gaps(marks(), of_zeros=2 * count > size))
+    # A gap takes at least 2 bits, except with the shortest code, which is as long as the mask.
+    if 2 * mask.gap_count < size:
+        gaps = list(_find_gaps(blocks(), of_zeros=2 * count > size))
         encoding = _best_rice(gaps, mask)
         if encoding.nbytes < mask.nbytes:
             return encoding, _write_gaps(gaps, encoding)
-    return mask, [np.packbits(block, bitorder="little") for block in marks()]
+    return mask, [np.packbits(block, bitorder="little") for block in blocks()]
 
 
 def check(encoding: Encoding, data: Bytes) -> None:
-    """Refuse positions that are not exactly as many as promised, or not all inside the tensor."""
+    """Raise unless the data encodes exactly `count` positions inside the tensor."""
     if encoding.kind == "mask":
-        if _ones(data) != encoding.count or _last_one(data) >= encoding.size:
-            raise FileFormatError(f"its mask does not mark {encoding.count:,} of its elements")
+        if _popcount(data) != encoding.count or _last_set_bit(data) >= encoding.size:
+            raise FileFormatError(f"mask does not mark {encoding.count:,} elements")
     elif encoding.kind == "gaps":
-        planes, unary = _parts(encoding, data)
-        lowest = 0
+        planes, unary = _split(encoding, data)
+        low_sum = 0
         for bit, plane in enumerate(planes):
-            lowest += _ones(plane) << bit
-            if _last_one(plane) >= encoding.coded:
-                raise FileFormatError("its gaps have bits beyond the last gap")
-        unary_bits = _last_one(unary) + 1
-        if _ones(unary) != encoding.coded or _bytes_for(unary_bits) != len(unary):
-            raise FileFormatError(f"its gaps are not {encoding.coded:,}")
-        reach = ((unary_bits - encoding.coded) << encoding.low_bits) + lowest + encoding.coded
-        if reach > encoding.size:
-            raise FileFormatError(f"its gaps reach beyond its {encoding.size:,} elements")
+            low_sum += _popcount(plane) << bit
+            if _last_set_bit(plane) >= encoding.gap_count:
+                raise FileFormatError("gaps have bits after the last gap")
+        unary_bits = _last_set_bit(unary) + 1
+        if _popcount(unary) != encoding.gap_count or _bytes_for(unary_bits) != len(unary):
+            raise FileFormatError(f"number of gaps is not {encoding.gap_count:,}")
+        unary_sum = (unary_bits - encoding.gap_count) << encoding.low_bits
+        if unary_sum + low_sum + encoding.gap_count > encoding.size:
+            raise FileFormatError(f"gaps exceed the {encoding.size:,} elements")
 
 
 def positions(encoding: Encoding, data: Bytes) -> Iterator[Positions]:
-    """The non-zeros' positions, ascending, in blocks. The data must have passed :func:`check`."""
-    # A small file is worked on in small pieces: memory stays a small multiple of the file's size.
+    """Yield the positions of the non-zeros in ascending blocks; `data` must pass :func:`check`."""
+    # Process a small file in small pieces, so that memory stays proportional to the file's size.
     step = min(max(len(data) // 16, 64), BLOCK // 8)
     if encoding.kind == "mask":
         for start in range(0, len(data), step):
-            yield np.flatnonzero(_bits(data[start : start + step])) + 8 * start
-    elif encoding.coded == encoding.count:
+            yield np.flatnonzero(_unpack(data[start : start + step])) + 8 * start
+    elif encoding.gap_count == encoding.count:
         yield from _read_gaps(encoding, data, step)
     else:
         elements = min(max(encoding.count // 8, 512), BLOCK)
-        yield from _others(_read_gaps(encoding, data, step), encoding.size, elements)
+        yield from _complement(_read_gaps(encoding, data, step), encoding.size, elements)
 
 
-def _gaps(marks: Iterable[Marks], of_zeros: bool) -> Iterator[NDArray[np.unsignedinteger]]:
-    """Block by block, how many elements stand before each marked one, after the one before it."""
+def _find_gaps(blocks: Iterable[Mask], of_zeros: bool) -> Iterator[Gaps]:
+    """Yield the gaps of each block between its zeros or its non-zeros."""
     start, last = 0, -1
-    for block in marks:
+    for block in blocks:
         found = np.flatnonzero(~block if of_zeros else block)
         if len(found):
             gaps = np.diff(found, prepend=last - start) - 1
@@ -150,53 +151,54 @@ def _gaps(marks: Iterable[Marks], of_zeros: bool) -> Iterator[NDArray[np.unsigne
         start += len(block)
 
 
-def _best_rice(gaps: list[NDArray[np.unsignedinteger]], mask: Encoding) -> Encoding:
-    """The number of low bits for which the code is shortest, by the code's exact length."""
-    mean = (mask.size - mask.coded) / max(mask.coded, 1)
-    near = max(math.frexp(mean)[1] - 1, 0)  # the best code has about log2(mean) low bits
+def _best_rice(gaps: list[Gaps], mask: Encoding) -> Encoding:
+    """Return the encoding with the number of low bits that gives the shortest code."""
+    mean = (mask.size - mask.gap_count) / max(mask.gap_count, 1)
+    near = max(math.frexp(mean)[1] - 1, 0)  # the optimum is close to log2(mean)
     options = []
     for low_bits in range(max(near - 2, 0), near + 2):
-        unary_bits = sum(int((g >> low_bits).sum(dtype=np.int64)) for g in gaps) + mask.coded
+        unary_bits = sum(int((g >> low_bits).sum(dtype=np.int64)) for g in gaps) + mask.gap_count
         options.append(Encoding("gaps", mask.size, mask.count, low_bits, _bytes_for(unary_bits)))
     return min(options, key=lambda option: option.nbytes)
 
 
-def _write_gaps(gaps: list[NDArray[np.unsignedinteger]], encoding: Encoding) -> list[Bytes]:
+def _write_gaps(gaps: list[Gaps], encoding: Encoding) -> list[Bytes]:
     data = np.zeros(encoding.nbytes, np.uint8)
-    planes, unary = _parts(encoding, data)
+    planes, unary = _split(encoding, data)
     written = unary_bits = 0
     for block in gaps:
         for bit, plane in enumerate(planes):
-            _put(plane, written, (block >> bit & 1).astype(np.uint8))
+            _write_bits(plane, written, (block >> bit & 1).astype(np.uint8))
         ends = np.cumsum((block >> encoding.low_bits).astype(np.int64) + 1)
         ones = np.zeros(ends[-1], np.uint8)
         ones[ends - 1] = 1
-        _put(unary, unary_bits, ones)
+        _write_bits(unary, unary_bits, ones)
         written += len(block)
         unary_bits += len(ones)
     return [data]
 
 
 def _read_gaps(encoding: Encoding, data: Bytes, step: int) -> Iterator[Positions]:
-    """The positions that are coded, be they the non-zeros' or the zeros'."""
-    planes, unary = _parts(encoding, data)
+    """Yield the encoded positions, which may be those of the zeros."""
+    planes, unary = _split(encoding, data)
     narrow = np.min_scalar_type((1 << encoding.low_bits) - 1)
     done, last = 0, -1
-    waiting = 0  # unary bits of a gap whose end is in a later piece
+    pending = 0  # unary bits of a gap that ends in a later piece
     for start in range(0, len(unary), step):
-        bits = _bits(unary[start : start + step])
+        bits = _unpack(unary[start : start + step])
         ends = np.flatnonzero(bits)
         if not len(ends):
-            waiting += len(bits)
+            pending += len(bits)
             continue
-        gaps = np.diff(ends, prepend=-1 - waiting) - 1
-        waiting = len(bits) - 1 - int(ends[-1])
-        lowest = np.zeros(len(ends), narrow)
+        gaps = np.diff(ends, prepend=-1 - pending) - 1
+        pending = len(bits) - 1 - int(ends[-1])
+        low = np.zeros(len(ends), narrow)
         for bit, plane in enumerate(planes):
-            piece = _bits(plane[done // 8 : _bytes_for(done + len(ends))])
-            lowest |= piece[done % 8 :][: len(ends)].astype(narrow) << bit
+            piece = _unpack(plane[done // 8 : _bytes_for(done + len(ends))])
+            low |= piece[done % 8 :][: len(ends)].astype(narrow) << bit
+        # In place, to save memory.
         gaps <<= encoding.low_bits
-        gaps += lowest.astype(np.int64)
+        gaps += low.astype(np.int64)
         gaps += 1
         np.cumsum(gaps, out=gaps)
         gaps += last
@@ -205,34 +207,34 @@ def _read_gaps(encoding: Encoding, data: Bytes, step: int) -> Iterator[Positions
         yield gaps
 
 
-def _others(zeros: Iterable[Positions], size: int, step: int) -> Iterator[Positions]:
-    """All positions but those given, `step` elements at a time."""
+def _complement(zeros: Iterable[Positions], size: int, step: int) -> Iterator[Positions]:
+    """Yield all positions except the given ones, `step` elements at a time."""
     start = 0
-    for block in chain(zeros, [np.array([size])]):  # as if a zero followed the last element
+    for block in chain(zeros, [np.array([size])]):  # a sentinel zero after the last element
         stop = int(block[-1])
         for begin in range(start, stop, step):
             end = min(begin + step, stop)
             inside = block[slice(*np.searchsorted(block, (begin, end)))]
-            marks = np.ones(end - begin, bool)
-            marks[inside - begin] = False
-            yield np.flatnonzero(marks) + begin
+            mask = np.ones(end - begin, bool)
+            mask[inside - begin] = False
+            yield np.flatnonzero(mask) + begin
         start = stop + 1
 
 
-def _parts(encoding: Encoding, data: Bytes) -> tuple[Bytes, Bytes]:
-    """The bit planes, one a row, and the unary part."""
+def _split(encoding: Encoding, data: Bytes) -> tuple[Bytes, Bytes]:
+    """Split the data into the bit planes, one per row, and the unary part."""
     split = encoding.low_bits * encoding.plane_bytes
     return data[:split].reshape(encoding.low_bits, encoding.plane_bytes), data[split:]
 
 
-def _put(target: Bytes, offset: int, bits: Bytes) -> None:
-    """Add bits to a string of bits, from `offset` on, where there are zeros so far."""
+def _write_bits(target: Bytes, offset: int, bits: Bytes) -> None:
+    """Set bits from bit `offset` on, where the target is still zero."""
     packed = np.packbits(np.concatenate([np.zeros(offset % 8, np.uint8), bits]), bitorder="little")
     target[offset // 8 : offset // 8 + len(packed)] |= packed
 
 
-def _bits(data: Bytes) -> Marks:
-    # As truth values: numpy finds those that are set in half the time.
+def _unpack(data: Bytes) -> Mask:
+    # As bool: np.flatnonzero is twice as fast on it as on uint8.
     return np.unpackbits(data, bitorder="little").view(np.bool_)
 
 
@@ -240,12 +242,12 @@ def _bytes_for(bits: int) -> int:
     return -(-bits // 8)
 
 
-def _ones(data: Bytes) -> int:
+def _popcount(data: Bytes) -> int:
     return int(np.bitwise_count(data).sum(dtype=np.int64))
 
 
-def _last_one(data: Bytes) -> int:
-    """Where the last 1 bit is, if it is in the last byte; else a place before that byte."""
+def _last_set_bit(data: Bytes) -> int:
+    """Return the last set bit's index if it is in the last byte, else an index before that byte."""
     if not len(data):
         return -1
     return 8 * (len(data) - 1) + int(data[-1]).bit_length() - 1

@@ -1,12 +1,13 @@
-"""The safetensors container, read without trust.
+"""The safetensors container: read an untrusted header, write a header.
 
-8 bytes: the header's length. The header: JSON, the tensors' dtypes, shapes and places, and strings
-of the user's own. Then the tensors' bytes, one after the other, nothing between them.
+A safetensors file has three parts: the header's length in 8 bytes, a JSON header (dtype, shape and
+byte range of each tensor, and metadata strings), and the tensors' bytes without gaps.
 
-The ``safetensors`` package is what the tests compare with, but not what reads here: of two equal
-names it takes the last and says nothing, it maps the file (which crashes the process when another
-one truncates it), and it writes only what lies in memory as a whole. Nor does ``json`` read the
-header as a whole: on nested brackets it takes 50 bytes for each one of theirs.
+A sparse file of pdecay is a safetensors file too, so one reader serves sparse and ordinary files.
+It does not use the ``safetensors`` package, which cannot keep the promises of :func:`pdecay.load`
+and :func:`pdecay.save`: it accepts duplicate names without an error, maps the file into memory by
+default (a file that shrinks then crashes the process), and needs all tensors contiguous in memory
+at once for writing. The tests compare both implementations.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 
 
 class FileFormatError(ValueError):
-    """A file that cannot be what it says it is, or that asks for more memory than is allowed."""
+    """A file that is damaged or inconsistent, or needs more memory than allowed."""
 
 
 _REPR = reprlib.Repr()
@@ -37,14 +38,14 @@ _REPR.maxstring = 80
 _REPR.maxlist = 8
 
 
-def shown(value: object) -> str:
-    """A name or a shape for an error message, which a hostile one is not to fill."""
+def short_repr(value: object) -> str:
+    """Return a repr of bounded length, for error messages about untrusted names and shapes."""
     return _REPR.repr(value)
 
 
 @contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Let an error say which file it is about."""
+def prefix_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Prefix the message of each FileFormatError with the file's path."""
     try:
         yield
     except FileFormatError as error:
@@ -52,8 +53,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor's place in a container; `begin` and `end` count from the file's first byte."""
+class HeaderEntry:
+    """A tensor in the header; `begin` and `end` are offsets from the start of the file."""
 
     name: str
     dtype: str
@@ -62,7 +63,7 @@ class Entry:
     end: int
 
 
-# The bits of an element, for every dtype that safetensors knows.
+# Bits per element of each safetensors dtype.
 DTYPE_BITS = {
     "F4": 4,
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -73,34 +74,38 @@ DTYPE_BITS = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
 MAX_DIMENSIONS = 64
-_MAX_HEADER = 100_000_000  # safetensors' own limit
+_MAX_HEADER = 100_000_000  # the limit of safetensors
 _MAX_SIZE = 2**63 - 1
 
-# Strings, and lists of whole numbers; every repetition is possessive, so that matching is linear.
+# JSON strings and lists of non-negative integers. All repetitions are possessive, so matching takes
+# linear time.
 _SPACE = r"[ \t\r\n]*+"
 STRING = r'"(?:[^"\\\x00-\x1f]++|\\.)*+"'
 NUMBERS = rf"\[{_SPACE}(?:\d{{1,19}}{_SPACE}(?:,{_SPACE}|(?=\])))*+\]"
-_ENTRY = re.compile(
-    rf"{_SPACE}({STRING}){_SPACE}:{_SPACE}"
-    rf'(\{{(?:[^"{{}}\[\]]++|{STRING}|{NUMBERS})*+\}}){_SPACE}([,}}])'
-)
-_EMPTY = re.compile(rf"\{{{_SPACE}\}}")
-_REST = re.compile(_SPACE)
+_LEAVES = re.compile(rf"{STRING}|{NUMBERS}")
+_INNER_OBJECT = re.compile(r"\{[^{}\[\]\"]*+\}")
+_OUTER_OBJECT = re.compile(rf"\{{[:, \t\r\n]*+\}}{_SPACE}")
 
 
 def check_byte_order() -> None:
-    """Before numbers are copied between memory and a file as they are."""
+    """Raise on big-endian machines: values are copied between memory and file as they are."""
     if sys.byteorder != "little":
-        raise NotImplementedError("files are little-endian, and this machine is not")
+        raise NotImplementedError("the file format is little-endian, but this machine is not")
 
 
 class Container:
-    """An open safetensors file, whose header has been read and found to be consistent."""
+    """An open safetensors file with a checked header.
+
+    Attributes:
+        size: the file's size in bytes.
+        entries: the tensors by name.
+        metadata: the strings of the header.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe is to wait for a writer
-            raise FileFormatError("it is not a regular file")
-        # Unbuffered: what is read goes straight to the arrays that it is for.
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a named pipe would block
+            raise FileFormatError("not a regular file")
+        # Unbuffered: reads fill the target arrays directly.
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115
         try:
             self.size = os.fstat(self._file.fileno()).st_size
@@ -124,165 +129,166 @@ class Container:
         self.close()
 
     def read_into(self, array: NDArray[Any], begin: int) -> None:
-        """Fill a contiguous array with the bytes from `begin` on."""
+        """Fill a contiguous array with the bytes that start at offset `begin`."""
         rest = array.reshape(-1).view(np.uint8).data
         self._file.seek(begin)
         while rest:
-            done = self._file.readinto(rest)
-            if not done:
-                raise FileFormatError(f"it ends at byte {self._file.tell():,}, in mid-tensor")
-            rest = rest[done:]
+            count = self._file.readinto(rest)
+            if not count:
+                raise FileFormatError(f"file ends at byte {self._file.tell():,}, inside a tensor")
+            rest = rest[count:]
 
     def read(self, begin: int, nbytes: int) -> NDArray[np.uint8]:
         array = np.empty(nbytes, np.uint8)
         self.read_into(array, begin)
         return array
 
-    def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
+    def _read_header(self) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
         if self.size < 8:
             raise FileFormatError(f"{self.size} bytes are too few for a safetensors file")
         length = int.from_bytes(self.read(0, 8).tobytes(), "little")
-        if length > min(self.size - 8, _MAX_HEADER):
+        limit = min(self.size - 8, _MAX_HEADER)
+        if length > limit:
             raise FileFormatError(
-                f"it claims a header of {length:,} bytes, more than the "
-                f"{min(self.size - 8, _MAX_HEADER):,} that it may have: it is damaged, or no "
-                "safetensors file"
+                f"claims a header of {length:,} bytes, but at most {limit:,} are possible: the "
+                "file is damaged or not a safetensors file"
             )
         try:
             header = self.read(8, length).tobytes().decode()
         except UnicodeDecodeError as error:
-            raise FileFormatError(f"its header is not UTF-8: {error.reason}") from None
-        entries, metadata = _parse(header, 8 + length)
-        _check_places(entries.values(), 8 + length, self.size)
+            raise FileFormatError(f"header is not UTF-8: {error.reason}") from None
+        entries, metadata = _parse_header(header, 8 + length)
+        _check_offsets(entries.values(), 8 + length, self.size)
         return entries, metadata
 
 
-def header_bytes(entries: Iterable[Entry], metadata: Mapping[str, str], at_least: int = 0) -> bytes:
-    """A container's first bytes, up to the tensors'. Entries count from the first tensor's byte.
+def header_bytes(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int]],
+    metadata: Mapping[str, str],
+    min_length: int = 0,
+) -> bytes:
+    """Return the start of a safetensors file, up to the first tensor's bytes.
 
-    Padded with spaces to `at_least` bytes, and so that the tensors start at a multiple of 8.
+    Args:
+        tensors: name, dtype, shape and number of bytes of each tensor, in file order.
+        metadata: the strings to store.
+        min_length: pad with spaces to at least this length. The length is always a multiple of 8.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for entry in entries:
-        header[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "data_offsets": (entry.begin, entry.end),
-        }
+    offset = 0
+    for name, dtype, shape, nbytes in tensors:
+        offsets = (offset, offset + nbytes)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        offset += nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    length = max(len(text), at_least - 8)
+    length = max(len(text), min_length - 8)
     text = text.ljust(-(-length // 8) * 8)
     if len(text) > _MAX_HEADER:
         raise ValueError(
             f"names and metadata take {len(text):,} bytes, more than the {_MAX_HEADER:,} that "
-            "safetensors allows: keep large metadata elsewhere"
+            "safetensors allows: store large metadata elsewhere"
         )
     return len(text).to_bytes(8, "little") + text
 
 
 def count_elements(name: str, shape: Iterable[int]) -> int:
-    """The number of elements, for a shape that a file claims."""
+    """Return the number of elements of a shape read from a file; raise if it is impossible."""
     shape = tuple(shape)
     if len(shape) > MAX_DIMENSIONS:
         raise FileFormatError(
-            f"{shown(name)} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}"
+            f"{short_repr(name)} has {len(shape)} dimensions, more than {MAX_DIMENSIONS}"
         )
-    # Zeros aside: torch multiplies the sizes for the strides of an empty tensor too.
+    # Ignore zeros: torch also multiplies the other sizes, for the strides of an empty tensor.
     if math.prod(filter(None, shape)) > _MAX_SIZE:
-        raise FileFormatError(f"{shown(name)} claims an impossible shape, {shown(list(shape))}")
+        raise FileFormatError(
+            f"{short_repr(name)} claims an impossible shape, {short_repr(list(shape))}"
+        )
     return math.prod(shape)
 
 
 def parse_json(text: str) -> Any:
-    """A piece of JSON that is known to be flat; equal keys, ``NaN`` and half characters are not."""
+    """Parse JSON; reject duplicate keys, ``NaN`` and unpaired surrogates.
+
+    The caller must have bounded the nesting, see :func:`_check_nesting`.
+    """
     try:
-        value = _DECODER.decode(text)
-        parts = value if isinstance(value, list) else [value]
-        if isinstance(value, dict):
-            parts = [*value, *value.values()]
-        for part in parts:
-            if isinstance(part, str):
-                part.encode()  # fails on half of a surrogate pair, which JSON can write
-        return value
-    except FileFormatError:
-        raise
+        return _DECODER.decode(text)
     except ValueError as error:
-        raise FileFormatError(f"{text[:50]!r} is not valid: {error}") from None
+        raise FileFormatError(f"{text[:50]!r} is not valid JSON: {error}") from None
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def check_strings(values: Iterable[object]) -> None:
+    """Raise UnicodeEncodeError for a string with an unpaired surrogate, which JSON can express."""
+    for value in values:
+        if isinstance(value, str):
+            value.encode()
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        raise FileFormatError("its header has a key twice")
+        raise ValueError("duplicate key")
+    check_strings(result)
+    check_strings(result.values())
     return result
 
 
-def _refuse(constant: str) -> None:
-    raise FileFormatError(f"its header has {constant}, which is not JSON")
+def _reject_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not allowed")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates, parse_constant=_refuse)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
 
 
-def _parse(header: str, start: int) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The entries and the metadata; the tensors' bytes start at `start`."""
-    entries: dict[str, Entry] = {}
-    metadata: dict[str, str] | None = None
-    match = _EMPTY.match(header)
-    position = match.end() if match else 1
-    more = match is None and header.startswith("{")
-    if not match and not more:
-        raise FileFormatError("its header is not JSON")
-    while more:
-        match = _ENTRY.match(header, position)
-        if match is None:
-            raise FileFormatError(f"its header is not that of safetensors at character {position}")
-        name, value = parse_json(match[1]), parse_json(match[2])
-        if name in entries or (name == "__metadata__" and metadata is not None):
-            raise FileFormatError(f"its header has {shown(name)} twice")
-        if name == "__metadata__":
-            metadata = value
-        else:
-            entries[name] = _entry(name, value, start)
-        position = match.end()
-        more = match[3] == ","
-    if not _REST.fullmatch(header, position):
-        raise FileFormatError("its header goes on after its end")
-    metadata = metadata or {}
+def _check_nesting(header: str) -> None:
+    """Raise unless the header is an object of objects of strings and lists of integers.
+
+    Python's parser needs more than 50 bytes for each bracket of deeply nested JSON.
+    """
+    skeleton = _INNER_OBJECT.sub("", _LEAVES.sub("", header))
+    if not _OUTER_OBJECT.fullmatch(skeleton):
+        raise FileFormatError("header is not a JSON object of tensor entries")
+
+
+def _parse_header(header: str, start: int) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """Return the entries and the metadata; `start` is the offset of the first tensor's bytes."""
+    _check_nesting(header)
+    fields = parse_json(header)
+    metadata = fields.pop("__metadata__", {})
     if not all(isinstance(value, str) for value in metadata.values()):
-        raise FileFormatError("its metadata are not all strings")
+        raise FileFormatError("metadata values are not all strings")
+    entries = {name: _parse_entry(name, value, start) for name, value in fields.items()}
     return entries, metadata
 
 
-def _entry(name: str, value: dict[str, Any], start: int) -> Entry:
+def _parse_entry(name: str, value: dict[str, Any], start: int) -> HeaderEntry:
     match value:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
             if len(value) == 3:
-                return Entry(name, dtype, tuple(shape), start + begin, start + end)
+                return HeaderEntry(name, dtype, tuple(shape), start + begin, start + end)
     raise FileFormatError(
-        f"{shown(name)} needs a dtype, a shape and data_offsets, and nothing else"
+        f"{short_repr(name)} must have a dtype, a shape and data_offsets, and nothing else"
     )
 
 
-def _check_places(entries: Iterable[Entry], start: int, size: int) -> None:
-    """Every byte belongs to one tensor, and every tensor has the bytes that its shape needs."""
-    place = start
+def _check_offsets(entries: Iterable[HeaderEntry], start: int, size: int) -> None:
+    """Check that the tensors fill the file without gaps and have the sizes of their shapes."""
+    offset = start
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        name, nbytes = short_repr(entry.name), entry.end - entry.begin
         if entry.dtype not in DTYPE_BITS:
-            raise FileFormatError(
-                f"{shown(entry.name)} has dtype {shown(entry.dtype)}, which is not known"
-            )
+            raise FileFormatError(f"{name} has unknown dtype {short_repr(entry.dtype)}")
         bits = count_elements(entry.name, entry.shape) * DTYPE_BITS[entry.dtype]
-        if bits % 8 or entry.end - entry.begin != bits // 8:
+        if bits % 8 or nbytes != bits // 8:
             raise FileFormatError(
-                f"{shown(entry.name)} has {entry.end - entry.begin:,} bytes, and its shape "
-                f"{shown(list(entry.shape))} of {entry.dtype} needs {bits / 8:,.0f}"
+                f"{name} has {nbytes:,} bytes, but shape {short_repr(list(entry.shape))} of "
+                f"{entry.dtype} needs {bits / 8:,.0f}"
             )
-        if entry.begin != place:
+        if entry.begin != offset:
             raise FileFormatError(
-                f"{shown(entry.name)} starts at byte {entry.begin:,} instead of {place:,}: tensors "
-                "may neither overlap nor leave gaps"
+                f"{name} starts at byte {entry.begin:,}, expected {offset:,}: tensors must not "
+                "overlap or leave gaps"
             )
-        place = entry.end
-    if place != size:
-        raise FileFormatError(f"its tensors end at byte {place:,}, and the file at {size:,}")
+        offset = entry.end
+    if offset != size:
+        raise FileFormatError(f"tensors end at byte {offset:,}, but the file ends at {size:,}")

@@ -1,4 +1,4 @@
-"""The dtypes that a file can hold: their names, their bits, and which of them are a zero."""
+"""Element types of a file: names, sizes, and the bit patterns that count as zero."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# What numpy moves for an element of so many bytes. Complex numbers are only moved, too: numpy
-# copies them bit by bit.
+# The numpy dtype that carries elements of each size. Values are only copied, bit by bit.
 _CARRIERS: dict[int, type[np.generic]] = {
     1: np.uint8,
     2: np.uint16,
@@ -23,15 +22,15 @@ _CARRIERS: dict[int, type[np.generic]] = {
 
 @dataclass(frozen=True)
 class DType:
-    """One of torch's dtypes, as a file knows it.
+    """A torch dtype and its representation in files.
 
     Args:
-        name: safetensors' name; ``C32`` and ``C128`` are ours.
-        torch: torch's dtype.
-        sign: the bits that a zero may have, which are those of the signs.
-        stored_as: the dtype of the values in a sparse file: the same for those that every reader
-            of safetensors knows, else unsigned integers.
-        packed: how many of safetensors' elements are one of torch's.
+        name: the name in safetensors; ``C32`` and ``C128`` are additions of pdecay.
+        torch: the torch dtype.
+        sign: the sign bits. An element is zero if all its other bits are zero.
+        stored_as: the safetensors dtype of the values in a sparse file: the same for dtypes that
+            every safetensors reader knows, an unsigned integer for others.
+        packed: how many safetensors elements one torch element holds.
     """
 
     name: str
@@ -49,20 +48,17 @@ class DType:
         return np.dtype(_CARRIERS[self.itemsize])
 
     def nonzero(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """Where values are not zero, of either sign.
+        """Return a mask of the elements that are neither 0.0 nor -0.0.
 
-        Tested on the bits: with denormals flushed (``torch.set_flush_denormal``), the processor
-        takes the smallest numbers for zeros.
+        The test is on bits: with ``torch.set_flush_denormal``, a comparison with 0.0 would take
+        denormal numbers for zeros.
         """
         words = values.view(np.dtype(f"u{min(self.itemsize, 8)}"))
-        nonzero: NDArray[np.bool_] = (words & words.dtype.type(~self.sign & _all(words))) != 0
-        if len(words) > len(values):  # numbers of two words
+        all_bits = (1 << 8 * words.itemsize) - 1
+        nonzero: NDArray[np.bool_] = (words & words.dtype.type(~self.sign & all_bits)) != 0
+        if len(words) > len(values):  # complex128: two words per element
             nonzero = np.any(nonzero.reshape(-1, 2), axis=1)
         return nonzero
-
-
-def _all(words: NDArray[Any]) -> int:
-    return (1 << 8 * words.itemsize) - 1
 
 
 def _dtypes() -> tuple[DType, ...]:
@@ -77,11 +73,11 @@ def _dtypes() -> tuple[DType, ...]:
         DType("BF16", torch.bfloat16, 1 << 15, "BF16"),
         DType("F8_E4M3", torch.float8_e4m3fn, 1 << 7, "U8"),
         DType("F8_E5M2", torch.float8_e5m2, 1 << 7, "U8"),
-        # These have one zero: the other one's bits are a NaN, or there is no sign.
+        # These have no negative zero: its bits are a NaN, or there is no sign bit.
         DType("F8_E4M3FNUZ", torch.float8_e4m3fnuz, 0, "U8"),
         DType("F8_E5M2FNUZ", torch.float8_e5m2fnuz, 0, "U8"),
         DType("F8_E8M0", torch.float8_e8m0fnu, 0, "U8"),
-        # Two numbers in a byte: kept as it is.
+        # Two numbers per byte; the byte is treated as one element.
         DType("F4", torch.float4_e2m1fn_x2, 0, "U8", packed=2),
         DType("C32", torch.complex32, 1 << 31 | 1 << 15, "U32"),
         DType("C64", torch.complex64, 1 << 63 | 1 << 31, "U64"),
@@ -94,10 +90,10 @@ BY_TORCH = {dtype.torch: dtype for dtype in _dtypes()}
 
 
 def to_array(tensor: Tensor) -> NDArray[Any]:
-    """A tensor's elements in row-major order, as bits; its own memory where that is contiguous."""
+    """Return the elements in row-major order as bit patterns, without a copy if contiguous."""
     if not tensor.numel():
         return np.empty(0, BY_TORCH[tensor.dtype].carrier)
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    flat = flat.as_strided((flat.numel(),), (1,))  # reshape(-1) keeps the steps of one element
+    flat = flat.as_strided((flat.numel(),), (1,))  # reshape(-1) keeps the stride of one element
     array: NDArray[Any] = flat.view(torch.uint8).numpy().view(BY_TORCH[tensor.dtype].carrier)
     return array

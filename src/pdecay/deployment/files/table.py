@@ -1,14 +1,14 @@
-"""The table of a sparse file: a line for each tensor, its dtype, its shape and its encoding.
+"""The table of a sparse file: one line per tensor with its name, dtype, shape and encoding.
 
-Lines of JSON, compressed by zlib as a whole:
+The table is zlib-compressed lines of JSON:
 
     ["conv.weight","F32",[64,32,3,3],"gaps",921,4,260]     values, low bits, bytes of unary code
     ["conv.bias","F32",[64],"dense"]
     ["mask","BOOL",[64],"mask",31]                          values
-    ["head.weight","same","embedding.weight"]               tied to a tensor above
+    ["head.weight","same","embedding.weight"]               tied to an earlier tensor
 
-It has no offsets: where a tensor's bytes are follows from the lines above it, so that no file can
-claim two tensors in one place.
+It contains no offsets. A tensor's data follows the data of the previous tensors, so two tensors
+cannot overlap.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from pdecay.deployment.files.container import (
     NUMBERS,
     STRING,
     FileFormatError,
+    check_strings,
     count_elements,
     parse_json,
-    shown,
+    short_repr,
 )
 from pdecay.deployment.files.dtypes import BY_NAME, DType
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A tensor: its dtype, its shape, and how its zeros are left out."""
+    """A tensor's name, dtype, shape and encoding."""
 
     name: str
     dtype: DType
@@ -42,55 +43,63 @@ class Row:
 
     @property
     def values_nbytes(self) -> int:
-        """The bytes of the values that are stored."""
+        """The bytes of the stored values."""
         return self.encoding.count * self.dtype.itemsize
 
     @property
+    def stored_nbytes(self) -> int:
+        """The bytes of the stored values and their positions."""
+        return self.values_nbytes + self.encoding.nbytes
+
+    @property
     def nbytes(self) -> int:
-        """The bytes of the whole tensor in memory."""
+        """The bytes of the dense tensor in memory."""
         return self.encoding.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A name for a tensor that has another one already."""
+    """A second name of a tensor."""
 
     name: str
     other: str
 
 
-# A load takes at most 50 times the file's size: 40 times for what it gives, the rest to work with.
+# Tensors may take up to 40 times the file's size in memory; a load takes up to 50 times in total.
 EXPANSION = 40
 
 _LINE = re.compile(rf"\[(?:(?:{STRING}|{NUMBERS}|\d{{1,19}}),?)*+\]")
-# zlib's window, as a power of 2: it is memory too, and 40 lines say all about the next one.
+# log2 of zlib's window size. A small window limits zlib's memory and still covers about 40 lines.
 _WINDOW = 11
 
 
-def to_lines(rows: Iterable[Row | Tie]) -> list[bytes]:
-    """The table's lines."""
+def format_lines(rows: Iterable[Row | Tie]) -> list[bytes]:
+    """Return the table's lines."""
     return [(json.dumps(_fields(row), separators=(",", ":")) + "\n").encode() for row in rows]
 
 
-def memory_of(line: bytes) -> int:
-    """What a line becomes in memory, about: objects of Python's and torch's, without elements."""
+def line_memory(line: bytes) -> int:
+    """Estimate the memory of a line's Python and torch objects, without the tensor's elements."""
     return 600 + 4 * len(line)
 
 
-def compressed(lines: list[bytes], file_size: int) -> bytes:
-    """The table as it is in a file that has `file_size` bytes without it.
+def compress(lines: list[bytes], file_size: int) -> bytes:
+    """Compress the table of a file that has `file_size` bytes without it.
 
-    It is only wrapped where a file that small could not be loaded: a tensor takes memory, however
-    well its line compresses.
+    The table is stored uncompressed if the compressed file would be so small that its tensors
+    exceed the memory limit of :data:`EXPANSION`.
     """
     small = zlib.compress(b"".join(lines), 9, wbits=_WINDOW)
-    if 2 * sum(map(memory_of, lines)) > EXPANSION * (file_size + len(small)):
+    if 2 * sum(map(line_memory, lines)) > EXPANSION * (file_size + len(small)):
         return zlib.compress(b"".join(lines), 0, wbits=_WINDOW)
     return small
 
 
-def parsed(data: bytes, max_bytes: int) -> Iterator[tuple[Row | Tie, int]]:
-    """The rows and their memory, one by one, up to a limit: a few bytes can become many lines."""
+def parse(data: bytes, max_bytes: int) -> Iterator[tuple[Row | Tie, int]]:
+    """Yield each row with its estimated memory; stop with an error at `max_bytes`.
+
+    Lines are decompressed and parsed one by one: a few bytes may expand to many lines.
+    """
     stream = zlib.decompressobj(wbits=_WINDOW)
     piece_size = min(max(len(data), 1024), 1 << 16)
     text = b""
@@ -99,29 +108,29 @@ def parsed(data: bytes, max_bytes: int) -> Iterator[tuple[Row | Tie, int]]:
         while not stream.eof:
             piece = stream.decompress(data, piece_size)
             if not piece and not stream.eof:
-                raise FileFormatError("its table is cut off")
+                raise FileFormatError("table is truncated")
             data = stream.unconsumed_tail
             text += piece
             start = 0
             while (end := text.find(b"\n", start)) >= 0:
                 line = text[start : end + 1]
-                memory += memory_of(line)
+                memory += line_memory(line)
                 _check_limit(memory, max_bytes)
-                yield _row(line), memory_of(line)
+                yield _parse_row(line), line_memory(line)
                 start = end + 1
             text = text[start:]
-            _check_limit(memory + memory_of(text), max_bytes)
+            _check_limit(memory + line_memory(text), max_bytes)
     except zlib.error as error:
-        raise FileFormatError(f"its table cannot be decompressed: {error}") from None
+        raise FileFormatError(f"table cannot be decompressed: {error}") from None
     if text or stream.unused_data:
-        raise FileFormatError("its table goes on after its last line")
+        raise FileFormatError("table has data after its last line")
 
 
 def _check_limit(memory: int, max_bytes: int) -> None:
     if memory > max_bytes:
         raise FileFormatError(
-            f"its table alone takes more than {max_bytes:,} bytes of memory, which are all that "
-            "is allowed; if you trust it, give load a larger max_bytes"
+            f"table alone takes more than the allowed {max_bytes:,} bytes of memory; if you trust "
+            "the file, pass a larger max_bytes to load"
         )
 
 
@@ -136,10 +145,15 @@ def _fields(row: Row | Tie) -> list[object]:
     return fields
 
 
-def _row(line: bytes) -> Row | Tie:
+def _parse_row(line: bytes) -> Row | Tie:
     if not line.isascii() or not _LINE.fullmatch(text := line[:-1].decode()):
-        raise FileFormatError(f"its table has a line that is not a tensor's: {line[:50]!r}")
-    match parse_json(text):
+        raise FileFormatError(f"table has an invalid line: {line[:50]!r}")
+    fields = parse_json(text)
+    try:
+        check_strings(fields)
+    except UnicodeEncodeError as error:
+        raise FileFormatError(f"table has an invalid line: {error}") from None
+    match fields:
         case [str(name), "same", str(other)]:
             return Tie(name, other)
         case [str(name), str(dtype), list(shape), "dense"]:
@@ -150,9 +164,9 @@ def _row(line: bytes) -> Row | Tie:
         case [str(name), str(dtype), list(shape), "gaps", int(count), int(low), int(unary)]:
             encoding = Encoding("gaps", count_elements(name, shape), count, low, unary)
         case _:
-            raise FileFormatError(f"its table has an encoding that is not known: {text[:100]}")
+            raise FileFormatError(f"table has an unknown encoding: {text[:100]}")
     if dtype not in BY_NAME:
-        raise FileFormatError(f"{shown(name)} has dtype {shown(dtype)}, which is not known")
+        raise FileFormatError(f"{short_repr(name)} has unknown dtype {short_repr(dtype)}")
     if not 0 <= encoding.count <= encoding.size or encoding.low_bits > 62:
-        raise FileFormatError(f"{shown(name)} claims an impossible number: {text[:100]}")
+        raise FileFormatError(f"{short_repr(name)} claims an impossible number: {text[:100]}")
     return Row(name, BY_NAME[dtype], tuple(shape), encoding)

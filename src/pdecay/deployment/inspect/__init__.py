@@ -1,15 +1,14 @@
-"""What is in a file of weights: zeros, dead units, bytes, and how large the weights are.
+"""Inspection of weight files: zeros, dead units, bytes, and the distribution of magnitudes.
 
-    sources     opens a sparse file, a safetensors file or a file of torch.save
-    counts      reads one tensor, block by block
-    histogram   of log10 |w|, in text
-    report      the table
-    picture     the histogram as a figure
+    sources     opens a sparse file, a safetensors file or a torch.save checkpoint
+    counts      counts one tensor, block by block
+    histogram   counts and draws log10 |w|
+    inspection  the result and its table
 
-Nothing is expanded: a tensor of a sparse file is counted by what is stored of it, so that any file
-can be looked at, whatever it would take in memory.
+A tensor of a sparse file is never expanded. Only its stored elements are read, so any file can be
+inspected, whatever memory its tensors would take.
 """
 
-from pdecay.deployment.inspect.report import Inspection, inspect
+from pdecay.deployment.inspect.inspection import Inspection, inspect
 
 __all__ = ["Inspection", "inspect"]

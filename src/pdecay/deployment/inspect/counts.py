@@ -1,4 +1,4 @@
-"""Counting one tensor: zeros, rows and columns without any other weight, and its histogram."""
+"""Counts of one tensor: zeros, dead rows and columns, non-finite values, and a histogram."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from numpy.typing import NDArray
 
 from pdecay.deployment.files.codec import Positions
 from pdecay.deployment.files.dtypes import DType
+from pdecay.deployment.files.table import Row
 from pdecay.deployment.inspect import histogram
 from pdecay.deployment.inspect.sources import Source
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What was found in a tensor.
+    """The counts of a tensor.
 
     Args:
-        zeros: weights with ``|w| < threshold``.
-        exact_zeros: those that are 0.0, which a sparse file leaves out.
-        dead_rows, dead_columns: slices along the first and the second dimension without others.
+        zeros: elements with ``|w| < threshold``.
+        exact_zeros: elements equal to 0.0, which a sparse file omits.
+        dead_rows, dead_columns: slices along the first and second dimension with only zeros.
         not_finite: infinities and NaNs.
-        histogram: of log10 |w|, for numbers that are not whole ones.
+        histogram: counts of log10 |w|, for floating-point and complex tensors.
     """
 
     zeros: int
@@ -35,36 +36,32 @@ class Counts:
     histogram: histogram.Counts
 
 
-def counted(source: Source, threshold: float) -> Counts:
-    """Read a tensor once. What is taken is in proportion to what is stored, not to its shape."""
-    alive = live = not_finite = 0
+def count(source: Source, threshold: float) -> Counts:
+    """Read a tensor once and count it, in memory proportional to its stored elements."""
+    row = source.row
+    nonzeros = live = not_finite = 0
     hist = histogram.empty()
-    units = _Units(source)
+    units = _LiveUnits(row)
     for where, values in source.blocks():
-        nonzero = source.dtype.nonzero(values)
-        alive += int(np.count_nonzero(nonzero))
-        if has_magnitude(source.dtype):
-            size = _magnitudes(values, source.dtype)
+        nonzero = row.dtype.nonzero(values)
+        nonzeros += int(np.count_nonzero(nonzero))
+        if has_magnitude(row.dtype):
+            size = _magnitudes(values, row.dtype)
             finite = np.isfinite(size)
             not_finite += len(size) - int(np.count_nonzero(finite))
             hist += histogram.count(size[nonzero & finite])
             nonzero &= ~(size < threshold)
         live += int(np.count_nonzero(nonzero))
-        if units.wanted:
-            places = np.arange(where.start, where.stop) if isinstance(where, slice) else where
-            units.see(places[nonzero])
-    return Counts(
-        zeros=source.size - live,
-        exact_zeros=source.size - alive,
-        dead_rows=units.dead_rows,
-        dead_columns=units.dead_columns,
-        not_finite=not_finite,
-        histogram=hist,
-    )
+        if units.applies:
+            positions = np.arange(where.start, where.stop) if isinstance(where, slice) else where
+            units.add(positions[nonzero])
+    size = row.encoding.size
+    dead_rows, dead_columns = units.dead()
+    return Counts(size - live, size - nonzeros, dead_rows, dead_columns, not_finite, hist)
 
 
 def has_magnitude(dtype: DType) -> bool:
-    """Whether it is numbers that decay: not counters, flags, or two numbers in a byte."""
+    """Return whether elements are single real or complex numbers, not counters or flags."""
     real = dtype.torch.is_floating_point or dtype.torch.is_complex
     return real and dtype.packed == 1
 
@@ -76,41 +73,41 @@ def _magnitudes(values: NDArray[Any], dtype: DType) -> NDArray[Any]:
     return tensor.to(torch.float64 if dtype.itemsize == 8 else torch.float32).abs().numpy()
 
 
-class _Units:
-    """Which rows and columns of a weight are alive, told by the positions that are, ascending."""
+class _LiveUnits:
+    """Counter of rows and columns that contain a live element."""
 
-    def __init__(self, source: Source) -> None:
-        self.wanted = len(source.shape) > 1 and source.size > 0
-        if not self.wanted:
+    def __init__(self, row: Row) -> None:
+        size = row.encoding.size
+        self.applies = len(row.shape) > 1 and size > 0
+        if not self.applies:
             return
-        self._rows, self._columns = source.shape[:2]
-        self._row_size = source.size // self._rows
+        self._rows, self._columns = row.shape[:2]
+        self._row_size = size // self._rows
         self._inner = self._row_size // self._columns
         self._live_rows, self._last_row = 0, -1
-        # A flag for each column; where a file claims more columns than it has values, only the
-        # numbers of those that are alive.
-        self._flags = np.zeros(self._columns, bool) if self._columns <= source.stored else None
-        self._some: Positions = np.empty(0, np.int64)
+        # One flag per column. If a file claims more columns than it stores values, keep only the
+        # indices of live columns, so that memory stays bounded.
+        use_flags = self._columns <= row.encoding.count
+        self._flags = np.zeros(self._columns, bool) if use_flags else None
+        self._live_columns: Positions = np.empty(0, np.int64)
 
-    def see(self, places: Positions) -> None:
-        if not len(places):
+    def add(self, positions: Positions) -> None:
+        """Mark the rows and columns of live elements; positions must ascend over all calls."""
+        if not len(positions):
             return
-        rows = places // self._row_size
+        rows = positions // self._row_size
         self._live_rows += int(np.count_nonzero(np.diff(rows, prepend=self._last_row)))
         self._last_row = int(rows[-1])
-        columns = places // self._inner % self._columns
+        columns = positions // self._inner % self._columns
         if self._flags is not None:
             self._flags[columns] = True
         else:
-            self._some = np.union1d(self._some, columns)
+            self._live_columns = np.union1d(self._live_columns, columns)
 
-    @property
-    def dead_rows(self) -> int:
-        return self._rows - self._live_rows if self.wanted else 0
-
-    @property
-    def dead_columns(self) -> int:
-        if not self.wanted:
-            return 0
-        live = len(self._some) if self._flags is None else int(np.count_nonzero(self._flags))
-        return self._columns - live
+    def dead(self) -> tuple[int, int]:
+        """Return the numbers of dead rows and columns."""
+        if not self.applies:
+            return 0, 0
+        flags = self._flags
+        live = len(self._live_columns) if flags is None else int(np.count_nonzero(flags))
+        return self._rows - self._live_rows, self._columns - live

@@ -1,4 +1,4 @@
-"""The histogram of log10 |w| as a figure: over all weights, and for each layer."""
+"""The figure of ``pdecay inspect``: histograms of log10 |w| over all weights and per layer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from pdecay.deployment.inspect import histogram
-from pdecay.deployment.inspect.report import Inspection, Layer
+from pdecay.deployment.inspect.inspection import Inspection, Layer
 from pdecay.lab.drawing import BLUE, FONTS, GREY, save
 
-_MOST_LAYERS, _LONGEST_LABEL = 40, 40
+_MAX_LAYERS, _MAX_LABEL = 40, 40
 
 
 def draw(inspection: Inspection, path: Path) -> None:
-    """Above, all weights; below, a row for each layer, as dark as it has weights of that size."""
-    layers = sorted(inspection.weights, key=lambda layer: layer.size, reverse=True)[:_MOST_LAYERS]
+    """Draw the histogram of all weights above, and one shaded row per layer below."""
+    layers = sorted(inspection.weights, key=lambda layer: layer.size, reverse=True)[:_MAX_LAYERS]
     layers.sort(key=inspection.weights.index)
     total = inspection.histogram
     used = np.flatnonzero(total)
@@ -33,11 +33,11 @@ def draw(inspection: Inspection, path: Path) -> None:
         )
         above.stairs(100 * total[low:high] / max(size, 1), edges, fill=True, color=BLUE)
         above.set_ylabel(f"% of the weights per {1 / histogram.PER_DECADE:g}")
-        above.set_title(f"{Path(inspection.path).name}: how large the weights are\n", pad=4)
+        above.set_title(f"{Path(inspection.path).name}: magnitudes of the weights\n", pad=4)
         above.text(
             0,
             1.02,
-            f"{size:,} weights, {zeros / max(size, 1):.2%} of them exactly zero and not drawn",
+            f"{size:,} weights; {zeros / max(size, 1):.2%} are exactly zero and not drawn",
             transform=above.transAxes,
             color=GREY,
             va="bottom",
@@ -45,7 +45,7 @@ def draw(inspection: Inspection, path: Path) -> None:
         )
         if layers:
             below.pcolormesh(
-                edges, np.arange(len(layers) + 1), _shares(layers, low, high), cmap="Blues", vmin=0
+                edges, np.arange(len(layers) + 1), _shades(layers, low, high), cmap="Blues", vmin=0
             )
         below.set_yticks(
             np.arange(len(layers)) + 0.5,
@@ -53,20 +53,17 @@ def draw(inspection: Inspection, path: Path) -> None:
             fontsize=8,
         )
         below.invert_yaxis()
-        below.set_xlabel("log10 |w|   (beside each layer's name, its share of zeros)")
+        below.set_xlabel("log10 |w|   (after each layer's name: its fraction of zeros)")
         save(figure, path)
 
 
 def _label(name: str) -> str:
-    return name if len(name) <= _LONGEST_LABEL else f"...{name[-_LONGEST_LABEL:]}"
+    return name if len(name) <= _MAX_LABEL else f"...{name[-_MAX_LABEL:]}"
 
 
-def _shares(layers: list[Layer], low: int, high: int) -> NDArray[np.float64]:
-    """Each layer's histogram in units of its highest bin: layers of any size can be compared.
-
-    By the root, so that a layer shows more than its highest bins.
-    """
+def _shades(layers: list[Layer], low: int, high: int) -> NDArray[np.float64]:
+    """Scale each layer's histogram to its highest bin; the root makes small bins visible."""
     counts = np.stack([layer.counts.histogram[low:high] for layer in layers])
     highest = np.maximum(counts.max(axis=1, keepdims=True), 1)
-    shares: NDArray[np.float64] = np.sqrt(counts / highest)
-    return shares
+    shades: NDArray[np.float64] = np.sqrt(counts / highest)
+    return shades

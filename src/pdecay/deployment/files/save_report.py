@@ -1,4 +1,4 @@
-"""What a file takes, tensor by tensor, and the least that it could take."""
+"""The report of pdecay.save: the size of each stored tensor and its theoretical minimum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pdecay._utils.tables import aligned
-from pdecay.deployment.files.codec import bound
+from pdecay.deployment.files.codec import lower_bound
 from pdecay.deployment.files.table import Row
 
 
@@ -15,9 +15,10 @@ class StoredTensor:
     """A tensor in a file.
 
     Args:
-        encoding: ``dense``, ``mask`` or ``gaps``; a tied one's is ``same``.
-        nbytes: what it takes in the file, without its line of the table.
-        bound: the values' bytes and the entropy of their positions.
+        encoding: ``dense``, ``mask`` or ``gaps``.
+        size, zeros: the number of elements and of zeros.
+        nbytes: its bytes in the file, without its line in the table.
+        bound: the bytes of the non-zero values plus the entropy of their positions.
     """
 
     name: str
@@ -31,26 +32,28 @@ class StoredTensor:
 
     @classmethod
     def of(cls, row: Row, zeros: int) -> StoredTensor:
-        code = row.encoding
+        size = row.encoding.size
         return cls(
             name=row.name,
             shape=row.shape,
             dtype=row.dtype.name,
-            encoding=code.kind,
-            size=code.size,
+            encoding=row.encoding.kind,
+            size=size,
             zeros=zeros,
-            nbytes=row.values_nbytes + code.nbytes,
-            bound=bound(code.size, code.size - zeros, row.dtype.itemsize),
+            nbytes=row.stored_nbytes,
+            bound=lower_bound(size, size - zeros, row.dtype.itemsize),
         )
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What :func:`pdecay.save` wrote. ``str()`` is a table, :meth:`to_dict` plain data.
+    """The result of :func:`pdecay.save`; ``str()`` formats it as a table.
 
     Args:
-        nbytes: the file's size, the header and the names included.
-        dense_nbytes: what the tensors take in memory.
+        path: the file's path.
+        tensors: the stored tensors.
+        nbytes: the file's size.
+        dense_nbytes: the bytes of the tensors in memory.
     """
 
     path: str
@@ -60,23 +63,18 @@ class SaveReport:
 
     @property
     def bound(self) -> float:
-        """The bytes of the values and the entropy of their positions, over all tensors."""
+        """The bytes of all non-zero values plus the entropy of their positions."""
         return sum(tensor.bound for tensor in self.tensors)
 
     @property
     def ratio(self) -> float:
-        """The file's size in units of the bound."""
+        """The file's size divided by the bound."""
         return self.nbytes / self.bound if self.bound else float("inf")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        return {
-            "path": self.path,
-            "nbytes": self.nbytes,
-            "dense_nbytes": self.dense_nbytes,
-            "bound": self.bound,
-            "tensors": [{**asdict(tensor), "shape": list(tensor.shape)} for tensor in self.tensors],
-        }
+        """Return plain data, ready for JSON."""
+        tensors = [{**asdict(tensor), "shape": list(tensor.shape)} for tensor in self.tensors]
+        return {**asdict(self), "bound": self.bound, "tensors": tensors}
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
@@ -94,15 +92,15 @@ class SaveReport:
             )
             for tensor in self.tensors
         ]
-        names = self.nbytes - sum(tensor.nbytes for tensor in self.tensors)
-        rows.append(("names, shapes, metadata", "", "", "", "", f"{names:,}", ""))
-        rows.append(("in all", "", "", "", "", f"{self.nbytes:,}", f"{self.bound:,.0f}"))
+        overhead = self.nbytes - sum(tensor.nbytes for tensor in self.tensors)
+        rows.append(("names, shapes, metadata", "", "", "", "", f"{overhead:,}", ""))
+        rows.append(("total", "", "", "", "", f"{self.nbytes:,}", f"{self.bound:,.0f}"))
         lines = aligned(rows)
         rule = "-" * max(map(len, lines))
         lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
         if self.nbytes:
             lines.append(
-                f"{self.path}: {self.dense_nbytes / self.nbytes:.1f} times smaller than its "
-                f"tensors in memory, {self.nbytes / max(self.bound, 1) - 1:+.1%} of the bound"
+                f"{self.path}: {self.dense_nbytes / self.nbytes:.1f} times smaller than in "
+                f"memory, {self.nbytes / max(self.bound, 1) - 1:+.1%} above the bound"
             )
         return "\n".join(lines)

@@ -1,0 +1,299 @@
+"""Save a model to a file, and load a file into a model or a state dict."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+import pdecay
+from pdecay.deployment.files.container import (
+    MAX_DIMENSIONS,
+    Container,
+    check_byte_order,
+    prefix_errors,
+    short_repr,
+)
+from pdecay.deployment.files.dtypes import BY_TORCH
+from pdecay.deployment.files.reader import FORMAT, FORMAT_VERSION, TIED, TensorFile
+from pdecay.deployment.files.save_report import SaveReport
+from pdecay.deployment.files.table import Row
+from pdecay.deployment.files.writer import write_dense, write_sparse
+from pdecay.deployment.model.state import memory_key
+
+PathLike = str | os.PathLike[str]
+Model = TypeVar("Model", bound=nn.Module)
+
+_RESERVED_KEYS = ("format", "format_version", "pdecay_version", "sparsity")
+_MAX_LISTED = 8
+
+
+def save(
+    model: nn.Module | Mapping[str, Tensor],
+    path: PathLike,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    dense: bool = False,
+) -> SaveReport:
+    """Write a model's parameters and buffers to a file that omits the zeros.
+
+    All tensors of ``state_dict()`` are restored bit by bit, except that -0.0 becomes 0.0. A tensor
+    with several names is stored once and stays tied. The file is complete when it appears under
+    its name. Besides the model, saving takes about the memory of one tensor.
+
+    Args:
+        model: a model or a state dict.
+        path: the file to write. An existing file is replaced.
+        metadata: strings to store in the file. ``"model"`` defaults to the model's class name.
+        dense: write an ordinary safetensors file with all zeros, readable without pdecay.
+
+    Returns:
+        A report of the stored sizes; ``str()`` formats it as a table.
+
+    Example:
+        >>> import tempfile
+        >>> model = nn.Linear(1000, 100)
+        >>> model.weight.data[torch.rand(100, 1000) < 0.95] = 0
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+        >>> report = save(model, path)
+        >>> report.dense_nbytes, report.ratio < 1.1
+        (400400, True)
+        >>> torch.equal(pdecay.load(path)["weight"], model.weight)
+        True
+    """
+    check_byte_order()
+    state = _collect(model)
+    header = {"format": "pt"} if dense else {"format": FORMAT, "format_version": FORMAT_VERSION}
+    header["pdecay_version"] = pdecay.__version__
+    if isinstance(model, nn.Module):
+        header["model"] = f"{type(model).__module__}.{type(model).__qualname__}"
+    header |= _checked_metadata(metadata or {})
+    write = write_dense if dense else write_sparse
+    stored, size = write(Path(path), state, header)
+    dense_nbytes = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    return SaveReport(os.fspath(path), tuple(stored), size, dense_nbytes)
+
+
+@overload
+def load(
+    path: PathLike, model: None = None, *, strict: bool = True, max_bytes: int | None = None
+) -> OrderedDict[str, Tensor]: ...
+
+
+@overload
+def load(path: PathLike, model: Model, *, strict: bool = True) -> Model: ...
+
+
+def load(
+    path: PathLike,
+    model: Model | None = None,
+    *,
+    strict: bool = True,
+    max_bytes: int | None = None,
+) -> Model | OrderedDict[str, Tensor]:
+    """Read a file written by :func:`save`, or any other safetensors file.
+
+    The whole file is checked before memory is allocated or a weight is changed.
+
+    Args:
+        path: the file to read.
+        model: load the tensors into this model in place, one at a time, and convert them to its
+            dtypes and devices.
+        strict: raise if names are missing in the model or in the file, as in ``load_state_dict``.
+            Shapes must always match.
+        max_bytes: the memory that tensors may take when no model is given. The default is 40
+            times the file's size, so that a small file cannot exhaust the memory. It suffices up
+            to a sparsity of about 98 % in float32. With a model, its shapes are the limit.
+
+    Returns:
+        The model; without one, a state dict of dense tensors on the CPU.
+
+    Raises:
+        FileFormatError: if the file is damaged, malicious or needs too much memory.
+        ValueError: if the file does not fit the model.
+    """
+    check_byte_order()
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"load needs a torch.nn.Module, got {type(model).__name__}")
+    if model is not None and max_bytes is not None:
+        raise ValueError("max_bytes needs a load without a model: the model's shapes are the limit")
+    with prefix_errors(path), TensorFile(path, max_bytes) as file:
+        if model is None:
+            file.check_memory()
+            file.check_contents()
+            return _state_dict(file)
+        targets = _match_targets(path, file, model, strict)
+        file.check_contents()
+        _copy_into(file, model, targets)
+        return model
+
+
+def read_metadata(path: PathLike) -> dict[str, str]:
+    """Return the metadata strings of a file: the user's and those added by pdecay."""
+    with prefix_errors(path), Container(path) as file:
+        return dict(file.metadata)
+
+
+def tie_key(tensor: object) -> object:
+    """Return a key that is equal for tied tensors; tensors without memory are never tied."""
+    if not isinstance(tensor, Tensor) or is_lazy(tensor) or not tensor.numel():
+        return object()
+    return memory_key(tensor) if tensor.layout == torch.strided else object()
+
+
+def _collect(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor | str]:
+    """Return the tensors to write; a tied one is replaced by the first name of its memory."""
+    state = source.state_dict() if isinstance(source, nn.Module) else source
+    if not isinstance(state, Mapping):
+        raise TypeError(f"save needs a model or a state dict, got {type(source).__name__}")
+    collected: dict[str, Tensor | str] = {}
+    first_names: dict[object, str] = {}
+    for name, tensor in state.items():
+        _check_saveable(name, tensor)
+        first = first_names.setdefault(tie_key(tensor), name)
+        collected[name] = tensor if first == name else first
+    return collected
+
+
+def _check_saveable(name: object, tensor: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"names must be strings, got {name!r}")
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"only tensors can be saved: {name!r} is a {type(tensor).__name__}; remove it, or "
+            "store it in the metadata as a string"
+        )
+    problem = None
+    if is_lazy(tensor):
+        problem = "is not initialised: run the model once"
+    elif hasattr(tensor, "full_tensor"):
+        problem = "is sharded: save the result of full_tensor() on one rank"
+    elif hasattr(tensor, "__tensor_flatten__"):
+        problem = f"is a {type(tensor).__name__}: convert it to a plain tensor"
+    elif tensor.layout != torch.strided:
+        problem = f"has layout {tensor.layout}: save tensor.to_dense(), zeros cost almost nothing"
+    elif tensor.is_meta:
+        problem = "is on the meta device and has no values: load or initialise it first"
+    elif tensor.dtype not in BY_TORCH:
+        problem = f"has dtype {tensor.dtype}, which files do not support: convert it first"
+    elif tensor.ndim > MAX_DIMENSIONS:
+        problem = f"has {tensor.ndim} dimensions, more than {MAX_DIMENSIONS}: reshape it"
+    if problem:
+        raise ValueError(f"{name!r} {problem}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the name {name!r} is not valid Unicode: rename it") from None
+
+
+def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(f"metadata must be strings, got {key!r}: {value!r}")
+        if key in _RESERVED_KEYS or key.startswith(TIED):
+            raise ValueError(f"the metadata key {key!r} is reserved by pdecay: rename it")
+        try:
+            (key + value).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"metadata must be valid Unicode, got {key!r}: {value!r}") from None
+    return dict(metadata)
+
+
+def _state_dict(file: TensorFile) -> OrderedDict[str, Tensor]:
+    state: OrderedDict[str, Tensor] = OrderedDict()
+    for name in file.names:
+        tie = file.ties.get(name)
+        state[name] = file.load(file.tensors[name]) if tie is None else state[tie]
+    return state
+
+
+def _match_targets(
+    path: PathLike, file: TensorFile, model: nn.Module, strict: bool
+) -> dict[str, list[Tensor]]:
+    """Return the model's tensors to fill for each tensor of the file; raise if any does not fit."""
+    state = model.state_dict()
+    targets: dict[str, list[Tensor]] = {name: [] for name in file.tensors}
+    problems = []
+    for name in file.names:
+        stored_name = file.ties.get(name, name)
+        target = state.get(name)
+        if isinstance(target, Tensor):
+            problem = _mismatch(target, file.tensors[stored_name].row)
+            problems += [f"{short_repr(name)} {problem}"] if problem else []
+            targets[stored_name].append(target)
+    if strict:
+        # Ordinary files store only one name of tied weights, so one name is enough.
+        filled = {tie_key(target) for group in targets.values() for target in group}
+        absent = [name for name in state if name not in file.tensors and name not in file.ties]
+        missing = [name for name in absent if tie_key(state[name]) not in filled]
+        unexpected = [name for name in file.names if name not in state]
+        for place, names in (("file", missing), ("model", unexpected)):
+            if names:
+                problems.append(f"missing in the {place}: {_listed(map(short_repr, names))}")
+    if problems:
+        raise ValueError(
+            f"{os.fspath(path)} does not fit this {type(model).__name__}, which is unchanged: "
+            f"{_listed(problems, '; ')}"
+        )
+    return targets
+
+
+def _mismatch(target: Tensor, row: Row) -> str | None:
+    """Return why a tensor of the file cannot be copied to the model's tensor, if so."""
+    if is_lazy(target):
+        return "is not initialised in the model: run the model once"
+    if tuple(target.shape) != row.shape:
+        return f"has shape {list(row.shape)} in the file and {list(target.shape)} in the model"
+    if target.dtype != row.dtype.torch and not torch.can_cast(row.dtype.torch, target.dtype):
+        return f"is {row.dtype.torch} in the file, which cannot be cast to {target.dtype}"
+    if target.is_meta:
+        return "is on the meta device in the model: call model.to_empty(device=...) first"
+    if hasattr(target, "full_tensor"):
+        return "is sharded in the model: load before sharding"
+    if any(step == 0 and n > 1 for n, step in zip(target.shape, target.stride(), strict=True)):
+        return "is expanded in the model: its elements share memory and cannot be filled"
+    return None
+
+
+def _listed(items: Iterable[str], separator: str = ", ") -> str:
+    items = list(items)
+    more = [f"and {len(items) - _MAX_LISTED:,} more"] if len(items) > _MAX_LISTED else []
+    return separator.join(items[:_MAX_LISTED] + more)
+
+
+@torch.no_grad()
+def _copy_into(file: TensorFile, model: nn.Module, targets: Mapping[str, list[Tensor]]) -> None:
+    used = {name: group for name, group in targets.items() if group}
+    if not _state_is_live(model):
+        state = {name: file.load(file.tensors[name]) for name in used}
+        state |= {name: state[other] for name, other in file.ties.items() if other in state}
+        model.load_state_dict(state, strict=False)  # names were compared before
+        return
+    for name, group in used.items():
+        _fill(group, file.load(file.tensors[name]))
+
+
+def _fill(targets: list[Tensor], tensor: Tensor) -> None:
+    # A separate function, so that the tensor is freed before the next one is loaded.
+    for target in {tie_key(target): target for target in targets}.values():
+        target.copy_(tensor)
+
+
+def _state_is_live(model: nn.Module) -> bool:
+    """Return whether ``state_dict()`` returns the model's own memory.
+
+    Hooks and extra state may return copies. Such a model must load by ``load_state_dict``.
+    """
+    own: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    own.update(model.named_parameters(remove_duplicate=False))
+    return all(
+        isinstance(tensor, Tensor) and name in own and tie_key(tensor) == tie_key(own[name])
+        for name, tensor in model.state_dict().items()
+        if not isinstance(tensor, Tensor) or tensor.numel()
+    )
