@@ -1,7 +1,9 @@
-"""Ten thousand damaged and hostile files: each loads to valid tensors, or is refused in order.
+"""Fuzz test: 10,000 mutated files either load to valid tensors or raise FileFormatError.
 
-No crash, no other error, no hang, and no memory above 50 times the file's size. More of them, from
-another seed: PDECAY_FUZZ=100000 PDECAY_FUZZ_SEED=1 pytest tests/deploy/test_store_fuzz.py
+A load must not crash, hang, raise another error or take more than 50 times the file's size. For
+more files and another seed:
+
+    PDECAY_FUZZ=100000 PDECAY_FUZZ_SEED=1 pytest tests/deployment/files/test_fuzz.py
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pdecay.deployment.files import FileFormatError, load, save
 FILES = int(os.environ.get("PDECAY_FUZZ", "10000"))
 SEED = int(os.environ.get("PDECAY_FUZZ_SEED", "0"))
 SECONDS = 1.0
-# What every load takes, whatever the file: zlib's own state, an error and its traceback.
+# Memory of every load, whatever the file's size: zlib's state, an error and its traceback.
 SLACK = 16384
 
 NUMBERS = [0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 255, 4096, 10**6, 2**31, 2**32, 2**40, 2**53]
@@ -33,7 +35,7 @@ DTYPES = ["F64", "F32", "F16", "BF16", "I8", "U8", "BOOL", "C64", "F8_E4M3", "F4
 
 
 def originals():
-    """Small files with every encoding, several dtypes, ties, empty tensors and scalars."""
+    """Yield small state dicts with every encoding, several dtypes, ties and empty tensors."""
     torch.manual_seed(0)
 
     def sparse(shape, share, dtype=torch.float32):
@@ -63,7 +65,7 @@ def originals():
 
 
 class Mutator:
-    """Damages a file's bytes in one of many ways, most of which keep the rest consistent."""
+    """A mutator of a file's bytes; most mutations keep the rest of the file consistent."""
 
     def __init__(self, data, rng):
         self.data = data
@@ -81,11 +83,11 @@ class Mutator:
             self.rows = list(map(json.loads, zlib.decompress(self.parts["table"]).splitlines()))
 
     def mutate(self):
-        ways = [self.flip, self.cut, self.splice, self.edit_header, self.edit_text, self.fill]
+        mutations = [self.flip, self.cut, self.splice, self.edit_header, self.edit_text, self.fill]
         if self.rows:
-            ways += [self.edit_table] * 4 + [self.edit_part] * 2
-        way = self.rng.choice(ways)
-        return way.__name__, way()
+            mutations += [self.edit_table] * 4 + [self.edit_part] * 2
+        mutation = self.rng.choice(mutations)
+        return mutation.__name__, mutation()
 
     def flip(self):
         data = bytearray(self.data)
@@ -118,7 +120,7 @@ class Mutator:
         )
 
     def edit_text(self):
-        """Valid JSON, mostly, with a word or number of the header changed in the text."""
+        """Replace a word or number in the text of the header."""
         text = json.dumps(self.header)
         words = [*self.header, "dtype", "shape", "U8", "F32", "0", "1", "[", "}"]
         old, new = self.rng.choice(words), self.rng.choice(words)
@@ -153,7 +155,7 @@ class Mutator:
         return self.with_header(json.dumps(header).encode())
 
     def edit_table(self):
-        """A table whose lines are valid JSON and whose sum and places are right."""
+        """Change the table; lines stay valid JSON and offsets consistent."""
         rows = json.loads(json.dumps(self.rows))
         for _ in range(self.rng.choice([1, 1, 1, 2, 3])):
             row = self.rng.choice(rows)
@@ -189,7 +191,7 @@ class Mutator:
         return self.assembled(self.parts | {"table": zlib.compress(text, 9, wbits=11)})
 
     def edit_part(self):
-        """The right lengths, and other bytes."""
+        """Change bytes of one part, and sometimes its length."""
         name = self.rng.choice(["positions", "positions", *self.parts])
         part = bytearray(self.parts[name])
         for _ in range(self.rng.choice([1, 3, 30])):
@@ -212,7 +214,7 @@ class Mutator:
         return len(header).to_bytes(8, "little") + header + self.data[8 + length :]
 
     def assembled(self, parts):
-        """A consistent container of these parts."""
+        """Return a consistent container of these parts."""
         header, place = {"__metadata__": self.header["__metadata__"]}, 0
         for name, part in parts.items():
             old = self.header[name]
@@ -228,7 +230,7 @@ class Mutator:
 
 
 def loaded(path):
-    """The state of a file, or the error's message, and the seconds that it took."""
+    """Load a file; return its state, the error message if any, and the seconds taken."""
     start = time.process_time()
     try:
         return load(path), None, time.process_time() - start
@@ -236,25 +238,25 @@ def loaded(path):
         return {}, str(error), time.process_time() - start
 
 
-def outcome(path, way, peak_memory):
-    """What a file loads to, after checks of the memory and the time that it took."""
+def outcome(path, mutation, peak_memory):
+    """Load a file, check its memory, time and result, and return "loaded" or "rejected"."""
     size = path.stat().st_size
     limit = 50 * size + SLACK
     (state, message, seconds), peak = peak_memory(lambda: loaded(path), limit)
     tensors = {id(tensor): tensor for tensor in state.values()}
     memory = peak + sum(tensor.nbytes for tensor in tensors.values())
-    assert memory <= limit, f"{way}: {memory} for {size} bytes"
+    assert memory <= limit, f"{mutation}: {memory} for {size} bytes"
     assert seconds < SECONDS
     for tensor in tensors.values():
         raw = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.zeros(1)
         assert int(raw.max()) <= (1 if tensor.dtype == torch.bool else 255)
-    if message is None:  # what pdecay accepts, safetensors accepts
+    if message is None:  # safetensors must accept the file, too
         safetensors.deserialize(path.read_bytes())
         return "loaded"
     assert message.startswith(f"{path}: ")
     assert len(message) < len(str(path)) + 500
     assert "\n" not in message
-    return "refused"
+    return "rejected"
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -267,17 +269,17 @@ def test_mutated_files(tmp_path, peak_memory):
             save(state, path, metadata={"note": "x"}, dense=dense)
             mutators += [Mutator(path.read_bytes(), rng)] * (1 if dense else 3)
     counts = Counter()
-    # One file, written over: some file systems flush one that is opened anew.
+    # Overwrite one file: some file systems flush a file when it is opened again.
     with open(tmp_path / "mutated.safetensors", "wb", buffering=0) as file:
         for _ in range(FILES):
-            way, data = rng.choice(mutators).mutate()
+            mutation, data = rng.choice(mutators).mutate()
             file.seek(0)
             file.truncate()
             file.write(data)
-            counts[way, outcome(Path(file.name), way, peak_memory)] += 1
+            counts[mutation, outcome(Path(file.name), mutation, peak_memory)] += 1
     print(dict(sorted(counts.items())))
-    # That the mutations go deep enough to matter: some of every way load, most are refused.
-    ways = {way for way, _ in counts}
-    assert len(ways) == 8
-    assert all(counts[way, "refused"] for way in ways)
-    assert sum(counts[way, "loaded"] for way in ways) > FILES / 50
+    # The mutations are effective: each kind is rejected at times, and enough files still load.
+    mutations = {mutation for mutation, _ in counts}
+    assert len(mutations) == 8
+    assert all(counts[mutation, "rejected"] for mutation in mutations)
+    assert sum(counts[mutation, "loaded"] for mutation in mutations) > FILES / 50

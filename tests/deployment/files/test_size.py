@@ -1,4 +1,4 @@
-"""The size of a file against its bound, and the memory that saving and loading take."""
+"""File sizes relative to the entropy bound, and peak memory of saving and loading."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SPARSITIES = [0.0, 0.01, 0.1, 0.3, 0.5, 0.6, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
 
-def issue_bound(tensors):
-    """nnz * itemsize + min(bitmask, entropy of the positions), by its own definition."""
+def reference_bound(tensors):
+    """Compute nnz * itemsize + min(mask, entropy of the positions) from the definition."""
     total = 0.0
     for tensor in tensors:
         n, nnz = tensor.numel(), int((tensor.float() != 0).sum())
@@ -42,7 +42,7 @@ def dead_columns(shape, sparsity):
 
 
 def uneven(shape, sparsity):
-    """Rows of every sparsity around the mean."""
+    """Return a mask whose rows differ in sparsity."""
     share = (1 - sparsity) * 2 * torch.rand(shape[0], 1)
     return torch.rand(shape) < share
 
@@ -50,16 +50,16 @@ def uneven(shape, sparsity):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sparsity", SPARSITIES)
 @pytest.mark.parametrize("mask", [random_mask, dead_rows, dead_columns, uneven])
-def test_a_layer_is_within_a_tenth_of_its_bound(tmp_path, mask, sparsity, dtype):
+def test_layer_is_within_10_percent_of_bound(tmp_path, mask, sparsity, dtype):
     torch.manual_seed(0)
     shape = (500, 1000)
     weight = (torch.randint(1, 100, shape) * mask(shape, sparsity)).to(dtype)
     report = save({"layer.weight": weight}, tmp_path / "file")
     (stored,) = report.tensors
-    bound = issue_bound([weight])
+    bound = reference_bound([weight])
     assert stored.bound == pytest.approx(min(bound, weight.nbytes), rel=1e-9)
     assert stored.nbytes <= 1.05 * bound + 32
-    if bound > 5000:  # below that, names and shapes have a tenth to themselves
+    if bound > 5000:  # names and shapes dominate smaller files
         assert (tmp_path / "file").stat().st_size <= 1.1 * bound
 
 
@@ -72,7 +72,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_a_network_is_within_a_tenth_of_its_bound(tmp_path, network, sparsity):
+def test_network_is_within_10_percent_of_bound(tmp_path, network, sparsity):
     torch.manual_seed(0)
     model = NETWORKS[network]()
     with torch.no_grad():
@@ -83,15 +83,15 @@ def test_a_network_is_within_a_tenth_of_its_bound(tmp_path, network, sparsity):
     state = model.state_dict()
     unique = {value.data_ptr(): value for value in state.values()}.values()
     size = (tmp_path / "file").stat().st_size
-    assert size == report.nbytes <= 1.1 * issue_bound(unique)
+    assert size == report.nbytes <= 1.1 * reference_bound(unique)
     assert report.ratio == pytest.approx(size / report.bound)
-    assert report.bound <= issue_bound(unique) * (1 + 1e-9)
+    assert report.bound <= reference_bound(unique) * (1 + 1e-9)
     assert f"{size:,}" in str(report)
     assert f"{report.bound:,.0f}" in str(report)
     assert report.to_dict()["bound"] == report.bound
 
 
-def test_the_report(tmp_path):
+def test_save_report(tmp_path):
     state = {"a": torch.zeros(10, 100), "b": torch.ones(3), "c": torch.zeros(0)}
     state["a"][3, 4] = 1
     report = save(state, tmp_path / "file")
@@ -119,11 +119,11 @@ torch.set_num_threads(1)
 TENSOR, COUNT = 2**24, 4
 
 def peak_of(call):
-    # The most memory that the process took during a call, in units of a tensor.
+    # Peak memory of the process during a call, in units of one tensor.
     def status(key):
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     call()
     return (status("VmHWM") - before) / TENSOR
@@ -150,8 +150,8 @@ for dense, sparsity, dtype in json.loads(sys.argv[2]):
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
-def test_saving_and_loading_take_the_memory_of_about_one_tensor(tmp_path):
-    """In a process of its own, whose allocator gives back at once what is freed."""
+def test_saving_and_loading_take_about_one_tensor_of_memory(tmp_path):
+    """Measure in a new process whose allocator returns freed memory at once."""
     cases = [(False, 0.3, "float32"), (False, 0.95, "float32"), (True, 0, "float32")]
     cases += [(False, 0.65, "int8")]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`pdecay inspect`: the same numbers from every kind of file, and one line for every mistake."""
+"""`pdecay inspect`: equal counts for every kind of file, and one-line errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KINDS = ["sparse", "dense", "torch", "old torch", "checkpoint"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_file_gives_what_pdecay_sparsity_gives(tmp_path, kind):
+def test_counts_match_pdecay_sparsity(tmp_path, kind):
     model = network()
     path = write(kind, model, tmp_path)
     found = {layer.name: layer for layer in inspect(path).layers}
@@ -76,7 +76,7 @@ def test_every_kind_of_file_gives_what_pdecay_sparsity_gives(tmp_path, kind):
         assert all(layer.nbytes == saved[name].nbytes for name, layer in found.items())
 
 
-def test_small_weights_and_the_threshold(tmp_path):
+def test_threshold_and_non_finite_values(tmp_path):
     weight = torch.ones(4, 5)
     weight[0] = 1e-15
     weight[1, 1] = 0
@@ -86,17 +86,17 @@ def test_small_weights_and_the_threshold(tmp_path):
     (layer,) = report.layers
     counts = layer.counts
     assert (counts.zeros, counts.exact_zeros, counts.dead_rows, counts.not_finite) == (6, 1, 1, 2)
-    assert "5 of the zeros are only smaller than 1e-13" in str(report)
+    assert "5 of the zeros are stored, but smaller than 1e-13" in str(report)
     assert "w has 2 infinities or NaNs" in str(report)
     assert report.histogram.sum() == 17
     exact = inspect(tmp_path / "file", threshold=0)
     assert exact.layers[0].counts.zeros == 1
-    assert "only smaller" not in str(exact)
+    assert "but smaller" not in str(exact)
     with pytest.raises(ValueError, match="threshold"):
         inspect(tmp_path / "file", threshold=-1)
 
 
-def test_every_dtype(tmp_path):
+def test_counts_of_every_dtype(tmp_path):
     from pdecay.deployment.files.dtypes import BY_TORCH
 
     state = {}
@@ -111,17 +111,17 @@ def test_every_dtype(tmp_path):
         assert layer.counts.dead_columns == 3
 
 
-def test_ties_are_listed_once(tmp_path):
+def test_tied_tensor_is_listed_once(tmp_path):
     weight = torch.randn(5, 4)
     for kind, write_file in (("sparse", save), ("torch", torch.save)):
         write_file({"a": weight, "b": weight}, tmp_path / kind)
         report = inspect(tmp_path / kind)
         assert [layer.name for layer in report.layers] == ["a"]
         assert report.ties == {"b": "a"}
-        assert "b is a" in str(report)
+        assert "b is tied to a" in str(report)
 
 
-def test_a_file_that_claims_terabytes_is_looked_at_in_the_memory_of_the_file(tmp_path):
+def test_claimed_terabytes_are_not_allocated(tmp_path):
     weight = torch.zeros(1000, 1000)
     weight[3, 4] = weight[3, 999] = 1
     save({"w": weight}, tmp_path / "file")
@@ -130,15 +130,14 @@ def test_a_file_that_claims_terabytes_is_looked_at_in_the_memory_of_the_file(tmp
     with container.Container(tmp_path / "file") as file:
         entries, metadata = file.entries, file.metadata
         parts = {n: file.read(e.begin, e.end - e.begin).tobytes() for n, e in entries.items()}
-    ((row, _),) = table.parsed(parts["table"], 10**6)
+    ((row, _),) = table.parse(parts["table"], 10**6)
     huge = table.Row("w", row.dtype, (10**9, 1000), row.encoding)
-    line = table.to_lines([huge])
-    parts["table"] = table.compressed(line, 10**6)
-    place, body, listed = 0, b"", []
+    line = table.format_lines([huge])
+    parts["table"] = table.compress(line, 10**6)
+    body, listed = b"", []
     for name, part in parts.items():
         shape = (len(part) // (4 if "F32" in name else 1),)
-        listed.append(container.Entry(name, entries[name].dtype, shape, place, place + len(part)))
-        place += len(part)
+        listed.append((name, entries[name].dtype, shape, len(part)))
         body += part
     (tmp_path / "file").write_bytes(container.header_bytes(listed, metadata) + body)
     (layer,) = inspect(tmp_path / "file").layers
@@ -148,7 +147,7 @@ def test_a_file_that_claims_terabytes_is_looked_at_in_the_memory_of_the_file(tmp
     assert layer.counts.dead_columns == 998
 
 
-def test_the_histogram():
+def test_histogram():
     magnitudes = np.array([1e-3, 1.05e-3, 2e-3, 1.0, 1e-60, 1e60])
     counts = histogram.count(magnitudes)
     assert counts.sum() == 6
@@ -160,12 +159,12 @@ def test_the_histogram():
     wide = histogram.bars(counts)
     assert len(wide) <= 24
     assert sum(n for *_, n in wide) == 6
-    lines = histogram.drawn(one, zeros=7)
+    lines = histogram.draw_text(one, zeros=7)
     assert len(lines) == len(found) + 2
     assert lines[-1].split() == ["zero", "70.00%"]
     assert lines[1].split()[-1].strip("#") == ""
     assert histogram.bars(histogram.empty()) == []
-    assert histogram.drawn(histogram.empty(), 0) == []
+    assert histogram.draw_text(histogram.empty(), 0) == []
 
 
 def run(capsys, *argv):
@@ -175,11 +174,11 @@ def run(capsys, *argv):
     return shown.out
 
 
-def test_the_command(capsys, tmp_path):
+def test_command_prints_table_and_histogram(capsys, tmp_path):
     model = network()
     path = write("sparse", model, tmp_path)
     out = run(capsys, path)
-    assert out.startswith(f"{path}: pdecay's sparse file, {path.stat().st_size:,} bytes\n")
+    assert out.startswith(f"{path}: pdecay sparse file, {path.stat().st_size:,} bytes\n")
     assert "  model: torch.nn.modules.container.Sequential\n" in out
     row = next(line for line in out.splitlines() if line.startswith("0.weight")).split()
     layer = inspect(path).layers[0]
@@ -193,7 +192,7 @@ def test_the_command(capsys, tmp_path):
     assert all(line == line.rstrip() for line in out.splitlines())
 
 
-def test_json(capsys, tmp_path):
+def test_command_prints_json(capsys, tmp_path):
     path = write("sparse", network(), tmp_path)
     data = json.loads(run(capsys, path, "--json"))
     assert data == json.loads(json.dumps(inspect(path).to_dict()))
@@ -203,7 +202,7 @@ def test_json(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_picture(capsys, tmp_path, suffix):
+def test_command_draws_figure(capsys, tmp_path, suffix):
     path = write("torch", network(), tmp_path)
     picture = tmp_path / "new" / f"weights.{suffix}"
     assert run(capsys, path, "--plot", picture).endswith(f"written: {picture}\n")
@@ -215,13 +214,13 @@ def test_the_picture(capsys, tmp_path, suffix):
         assert b"3.weight" in first or b"weight" in first
 
 
-def test_pictures_of_nothing(capsys, tmp_path):
+def test_figures_of_empty_files(capsys, tmp_path):
     for state in ({}, {"w": torch.zeros(3, 4)}, {"steps": torch.tensor(3)}, {"b": torch.ones(3)}):
         save(state, tmp_path / "file")
         run(capsys, tmp_path / "file", "--plot", tmp_path / "picture.png")
 
 
-def test_names_that_would_command_the_terminal(capsys, tmp_path):
+def test_terminal_control_codes_are_escaped(capsys, tmp_path):
     save({"a\x1b[31m\nü": torch.ones(3)}, tmp_path / "file", metadata={"k\n": "\x1b]0;x\x07"})
     out = run(capsys, tmp_path / "file")
     assert out.isascii()
@@ -234,8 +233,8 @@ class Unsafe:
         return os.system, ("echo harm",)
 
 
-def test_mistakes(capsys, tmp_path):
-    def mistake(*argv):
+def test_errors_are_one_line(capsys, tmp_path):
+    def error_of(*argv):
         try:
             code = cli.main(["inspect", *map(str, argv)])
         except SystemExit as exit_:
@@ -247,34 +246,36 @@ def test_mistakes(capsys, tmp_path):
         assert "\x1b" not in shown.err  # torch colours its errors
         return shown.err
 
-    (tmp_path / "text").write_text("hello, this is no file of weights")
-    assert "damaged, or no safetensors file" in mistake(tmp_path / "text")
-    assert "No such file" in mistake(tmp_path / "missing")
-    assert "not a regular file" in mistake(tmp_path)
+    (tmp_path / "text").write_text("hello, this is not a weight file")
+    assert "damaged or not a safetensors file" in error_of(tmp_path / "text")
+    assert "No such file" in error_of(tmp_path / "missing")
+    assert "not a regular file" in error_of(tmp_path)
     torch.save({"w": Unsafe()}, tmp_path / "unsafe.pt")
-    assert "weights_only=True) refuses it" in mistake(tmp_path / "unsafe.pt")
+    assert "weights_only=True) failed" in error_of(tmp_path / "unsafe.pt")
     torch.save(nn.Linear(2, 2), tmp_path / "model.pt")
-    assert "torch.save(model.state_dict(), path) can be read" in mistake(tmp_path / "model.pt")
+    assert "written by torch.save(model.state_dict(), path)" in error_of(tmp_path / "model.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:300])
-    assert "refuses it" in mistake(tmp_path / "cut.pt")
+    assert "failed" in error_of(tmp_path / "cut.pt")
     torch.save([1, 2], tmp_path / "list.pt")
-    assert "holds a list, not a state dict" in mistake(tmp_path / "list.pt")
+    assert "contains a list, expected a state dict" in error_of(tmp_path / "list.pt")
     torch.save({"a": 1}, tmp_path / "none.pt")
-    assert "holds no tensors" in mistake(tmp_path / "none.pt")
+    assert "contains no tensors" in error_of(tmp_path / "none.pt")
     two = {"ema": {"w": torch.ones(2)}, "net": {"w": torch.ones(3)}}
     torch.save(two, tmp_path / "two.pt")
-    assert "choose one of ['ema', 'net']" in mistake(tmp_path / "two.pt")
-    assert "has no 'x', but ['ema', 'net']" in mistake(tmp_path / "two.pt", "--key", "x")
-    assert "must be a number >= 0, got 'x'" in mistake(tmp_path / "two.pt", "--threshold=x")
+    assert "pass one of ['ema', 'net'] as the key" in error_of(tmp_path / "two.pt")
+    assert "no key 'x' in the checkpoint, found ['ema', 'net']" in error_of(
+        tmp_path / "two.pt", "--key", "x"
+    )
+    assert "must be a number >= 0, got 'x'" in error_of(tmp_path / "two.pt", "--threshold=x")
     save({"w": torch.ones(3)}, tmp_path / "file")
-    assert "a key is for checkpoints" in mistake(tmp_path / "file", "--key", "x")
-    assert "--plot writes .png or .svg" in mistake(tmp_path / "file", "--plot", "x.gif")
+    assert "a key needs a torch.save checkpoint" in error_of(tmp_path / "file", "--key", "x")
+    assert "--plot writes .png or .svg" in error_of(tmp_path / "file", "--plot", "x.gif")
     plot = tmp_path / "text" / "x.png"
-    assert "cannot write to" in mistake(tmp_path / "file", "--plot", plot)
+    assert "cannot write to" in error_of(tmp_path / "file", "--plot", plot)
     assert inspect(tmp_path / "two.pt", key="net").layers[0].size == 3
 
 
-def test_tensors_of_torch_files_that_are_not_plain(tmp_path):
+def test_sparse_and_strided_tensors_of_torch_files(tmp_path):
     state = {"sparse": torch.eye(4).to_sparse(), "view": torch.arange(12.0).view(3, 4).t()}
     state["one"] = torch.ones(1).expand(7)
     torch.save(state, tmp_path / "file.pt")
@@ -287,16 +288,16 @@ def test_tensors_of_torch_files_that_are_not_plain(tmp_path):
         inspect(tmp_path / "file.pt")
 
 
-def test_the_picture_needs_an_extra_and_the_table_does_not(capsys, tmp_path, monkeypatch):
+def test_figure_needs_matplotlib_but_table_does_not(capsys, tmp_path, monkeypatch):
     class Missing:
         def find_spec(self, fullname, path=None, target=None):
             if fullname.partition(".")[0] == "matplotlib":
                 raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
 
     for name in list(sys.modules):
-        if name.startswith(("matplotlib", "pdecay.lab.drawing", "pdecay.deployment.inspect.pict")):
+        if name.startswith(("matplotlib", "pdecay.lab.drawing", "pdecay.lab.weight_figure")):
             monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(pdecay.deployment.inspect, "picture", raising=False)
+    monkeypatch.delattr(pdecay.lab, "weight_figure", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     save({"w": torch.ones(3)}, tmp_path / "file")
     run(capsys, tmp_path / "file")

@@ -84,7 +84,7 @@ STRING = r'"(?:[^"\\\x00-\x1f]++|\\.)*+"'
 NUMBERS = rf"\[{_SPACE}(?:\d{{1,19}}{_SPACE}(?:,{_SPACE}|(?=\])))*+\]"
 _LEAVES = re.compile(rf"{STRING}|{NUMBERS}")
 _INNER_OBJECT = re.compile(r"\{[^{}\[\]\"]*+\}")
-_OUTER_OBJECT = re.compile(rf"\{{[:, \t\r\n]*+\}}{_SPACE}")
+_OUTER_REST = re.compile(rf"[:, \t\r\n]*+\}}{_SPACE}")
 
 
 def check_byte_order() -> None:
@@ -245,8 +245,8 @@ def _check_nesting(header: str) -> None:
 
     Python's parser needs more than 50 bytes for each bracket of deeply nested JSON.
     """
-    skeleton = _INNER_OBJECT.sub("", _LEAVES.sub("", header))
-    if not _OUTER_OBJECT.fullmatch(skeleton):
+    skeleton = _INNER_OBJECT.sub("", _LEAVES.sub("", header[1:]))
+    if not header.startswith("{") or not _OUTER_REST.fullmatch(skeleton):
         raise FileFormatError("header is not a JSON object of tensor entries")
 
 

@@ -55,9 +55,9 @@ def count(source: Source, threshold: float) -> Counts:
         if units.applies:
             positions = np.arange(where.start, where.stop) if isinstance(where, slice) else where
             units.add(positions[nonzero])
-    size = row.encoding.size
+    total = row.encoding.size
     dead_rows, dead_columns = units.dead()
-    return Counts(size - live, size - nonzeros, dead_rows, dead_columns, not_finite, hist)
+    return Counts(total - live, total - nonzeros, dead_rows, dead_columns, not_finite, hist)
 
 
 def has_magnitude(dtype: DType) -> bool:

@@ -1,4 +1,4 @@
-"""Files of models: exact round trips, ties, metadata, loads into models, and clear errors."""
+"""Saving and loading models: exact round trips, ties, metadata and error messages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import nn
 
-from pdecay.deployment import files as store
-from pdecay.deployment.files import FileFormatError, load, read_metadata, save
-from pdecay.deployment.files.dtypes import BY_TORCH
+from pdecay.deployment.files import FileFormatError, load, read_metadata, save, table
+from pdecay.deployment.files.dtypes import BY_TORCH, to_array
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 ENOUGH = 10**9
@@ -28,10 +27,10 @@ def path(tmp_path):
     return tmp_path / "model.safetensors"
 
 
-def zeros_are_positive(tensor):
-    """The tensor's bits, with those of negative zeros cleared: what comes back."""
+def bits_with_positive_zeros(tensor):
+    """Return the tensor's bits with -0.0 replaced by 0.0, as after a round trip."""
     dtype = BY_TORCH[tensor.dtype]
-    bits = store.dtypes.to_array(tensor).copy()
+    bits = to_array(tensor).copy()
     bits[~dtype.nonzero(bits)] = 0
     return bits
 
@@ -43,12 +42,12 @@ def check_same(state, back):
         assert back[name].shape == tensor.shape
         assert back[name].is_contiguous()
         assert not back[name].requires_grad
-        found, expected = store.dtypes.to_array(back[name]), zeros_are_positive(tensor)
+        found, expected = to_array(back[name]), bits_with_positive_zeros(tensor)
         assert found.tobytes() == expected.tobytes()
 
 
 def random_bits(shape, dtype, share, seed):
-    """Any bits at all, NaNs and infinities too, and zeros of both signs."""
+    """Return random bits, including NaNs, infinities and zeros of both signs."""
     generator = torch.Generator().manual_seed(seed)
     size = int(torch.Size(shape).numel())
     bits = torch.randint(0, 256, (size, dtype.itemsize), dtype=torch.uint8, generator=generator)
@@ -75,7 +74,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(NAMES, TENSORS, max_size=6))
-def test_any_state_dict_comes_back(tmp_path_factory, state):
+def test_state_dict_round_trip(tmp_path_factory, state):
     path = tmp_path_factory.mktemp("one") / "file"
     report = save(state, path)
     assert report.nbytes == path.stat().st_size
@@ -85,13 +84,13 @@ def test_any_state_dict_comes_back(tmp_path_factory, state):
 
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("dtype", list(BY_TORCH), ids=str)
-def test_every_dtype_at_every_sparsity(path, dtype, share):
+def test_round_trip_of_every_dtype_and_sparsity(path, dtype, share):
     state = {"w": random_bits((30, 41), dtype, share, 1)}
     save(state, path)
     check_same(state, load(path, max_bytes=ENOUGH))
 
 
-def test_special_values_are_kept_to_the_bit(path):
+def test_special_values_keep_their_bits(path):
     bits = [0x7F800000, 0x7FC00001, 0x7F800001, 0xFFC12345, 0x00000001, 0x80000001, 0x7F7FFFFF]
     values = torch.tensor([b - (b >> 31 << 32) for b in bits], dtype=torch.int32)
     state = {"w": torch.cat([values, torch.zeros(900, dtype=torch.int32)]).view(torch.float32)}
@@ -100,7 +99,7 @@ def test_special_values_are_kept_to_the_bit(path):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.99])
-def test_negative_zeros_are_zeros(path, share):
+def test_negative_zero_is_stored_as_zero(path, share):
     torch.manual_seed(0)
     w = torch.randn(4000) * (torch.rand(4000) < share)
     w = torch.where(torch.rand(4000) < 0.5, -w, w)
@@ -112,7 +111,7 @@ def test_negative_zeros_are_zeros(path, share):
     assert report.nbytes == save({"w": w + 0.0}, path).nbytes
 
 
-def test_the_smallest_numbers_stay_where_denormals_are_flushed(path):
+def test_denormals_are_kept_while_flushing_denormals(path):
     w = torch.zeros(1000)
     w[::20] = torch.tensor([1], dtype=torch.int32).view(torch.float32)  # 1e-45
     if not torch.set_flush_denormal(True):
@@ -146,14 +145,14 @@ def test_the_smallest_numbers_stay_where_denormals_are_flushed(path):
     ids=lambda tensor: f"{tuple(tensor.shape)[:4]}",
 )
 @pytest.mark.parametrize("dense", [False, True])
-def test_any_view_is_saved_as_what_it_shows(path, tensor, dense):
+def test_views_are_saved_by_value(path, tensor, dense):
     save({"w": tensor}, path, dense=dense)
     back = load(path)["w"]
     assert torch.equal(back, tensor.detach())
     assert back.is_contiguous()
 
 
-def test_bools_of_strange_bits(path):
+def test_bool_bytes_are_normalized(path):
     w = torch.tensor([0, 1, 2, 255] * 50, dtype=torch.uint8).view(torch.bool)
     save({"w": w}, path)
     assert load(path)["w"].view(torch.uint8).tolist() == [0, 1, 1, 1] * 50
@@ -178,7 +177,7 @@ def sparse_net(seed=0):
     return model
 
 
-def test_a_model_comes_back_with_buffers_and_ties(path):
+def test_model_round_trip_with_buffers_and_ties(path):
     model, other = sparse_net(), sparse_net(1)
     scratch = other.scratch.clone()
     memory = {name: value.data_ptr() for name, value in other.state_dict().items()}
@@ -196,7 +195,7 @@ def test_a_model_comes_back_with_buffers_and_ties(path):
     Net().load_state_dict(state)
 
 
-def test_ties_of_the_file_fill_weights_that_the_model_does_not_tie(path):
+def test_tied_tensor_fills_untied_weights(path):
     save(sparse_net(), path)
     other = Net()
     other.head.weight = nn.Parameter(torch.randn(50, 16))
@@ -205,7 +204,7 @@ def test_ties_of_the_file_fill_weights_that_the_model_does_not_tie(path):
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_ties_under_strange_names(path, dense):
+def test_ties_with_unusual_names(path, dense):
     weight, state = torch.randn(4), {}
     for name in ("", "format", "model", "tied:", "__metadata__"[: None if not dense else 5]):
         state[name] = weight
@@ -215,7 +214,7 @@ def test_ties_under_strange_names(path, dense):
     assert len({id(tensor) for tensor in back.values()}) == 1
 
 
-def test_two_views_of_one_memory_are_two_tensors(path):
+def test_different_views_of_one_memory_are_not_tied(path):
     memory = torch.randn(20)
     state = {"all": memory, "half": memory[:10], "square": memory.view(4, 5), "again": memory}
     save(state, path)
@@ -243,22 +242,22 @@ def test_metadata(path, dense):
 
 
 @pytest.mark.parametrize(
-    ("metadata", "error", "told"),
+    ("metadata", "error", "message"),
     [
         ({"a": 1}, TypeError, "must be strings, got 'a': 1"),
         ({1: "a"}, TypeError, "must be strings, got 1: 'a'"),
-        ({"tied:a": "b"}, ValueError, "may not have the key 'tied:a'"),
-        ({"sparsity": "0.5"}, ValueError, "may not have the key 'sparsity'"),
-        ({"a": "\ud800"}, ValueError, "must be Unicode text"),
+        ({"tied:a": "b"}, ValueError, "the metadata key 'tied:a' is reserved"),
+        ({"sparsity": "0.5"}, ValueError, "the metadata key 'sparsity' is reserved"),
+        ({"a": "\ud800"}, ValueError, "must be valid Unicode"),
     ],
 )
-def test_bad_metadata(path, metadata, error, told):
-    with pytest.raises(error, match=told):
+def test_invalid_metadata_is_rejected(path, metadata, error, message):
+    with pytest.raises(error, match=message):
         save(Net(), path, metadata=metadata)
     assert not path.exists()
 
 
-def test_an_ordinary_file_is_what_safetensors_expects(path):
+def test_dense_file_is_read_by_safetensors(path):
     model, other = sparse_net(), Net()
     report = save(model, path, dense=True)
     assert report.nbytes == path.stat().st_size
@@ -274,15 +273,15 @@ def test_an_ordinary_file_is_what_safetensors_expects(path):
     check_same(model.state_dict(), load(path, Net()).state_dict())
 
 
-def test_the_ordinary_file_keeps_all_bits(path):
+def test_dense_file_keeps_all_bits(path):
     state = {"w": torch.tensor([0.0, -0.0, float("nan")])}
     save(state, path, dense=True)
     assert torch.equal(load(path)["w"].view(torch.int32), state["w"].view(torch.int32))
 
 
-def test_files_of_safetensors_own(path):
+def test_loads_files_written_by_safetensors(path):
     model, other = sparse_net(), Net()
-    safetensors.torch.save_model(model, path)  # which leaves out one of the two names
+    safetensors.torch.save_model(model, path)  # it omits the second name of tied weights
     load(path, other)
     check_same(model.state_dict(), other.state_dict())
     state = {
@@ -307,21 +306,21 @@ def _bytes(tensor):
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def test_dtypes_that_an_ordinary_file_cannot_hold(path):
-    with pytest.raises(ValueError, match=r"'w' has dtype torch.complex128, which safetensors"):
+def test_dense_file_rejects_unsupported_dtype(path):
+    with pytest.raises(ValueError, match=r"'w' has dtype torch.complex128, which safetensors does"):
         save({"w": torch.zeros(3, dtype=torch.complex128)}, path, dense=True)
     assert not list(path.parent.iterdir())
 
 
-def test_the_one_name_that_an_ordinary_file_cannot_hold(path):
+def test_dense_file_rejects_reserved_name(path):
     state = {"__metadata__": torch.ones(3)}
-    with pytest.raises(ValueError, match="is no name for a tensor in safetensors"):
+    with pytest.raises(ValueError, match="safetensors reserves the name"):
         save(state, path, dense=True)
     save(state, path)
     check_same(state, load(path))
 
 
-def test_hugging_face_loads_the_dense_file(tmp_path):
+def test_transformers_loads_dense_file(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     torch.manual_seed(0)
@@ -340,7 +339,7 @@ BAD_STATES = {
     "a list": ([torch.zeros(1)], TypeError, "needs a model or a state dict, got list"),
     "a number": ({"w": torch.zeros(1), "n": 3}, TypeError, "'n' is a int"),
     "a name": ({3: torch.zeros(1)}, TypeError, "names must be strings, got 3"),
-    "half a character": ({"\ud800": torch.zeros(1)}, ValueError, "is not Unicode text"),
+    "half a character": ({"\ud800": torch.zeros(1)}, ValueError, "is not valid Unicode"),
     "meta": ({"w": torch.zeros(1, device="meta")}, ValueError, "'w' is on the meta device"),
     "sparse": ({"w": torch.eye(3).to_sparse()}, ValueError, "layout torch.sparse_coo"),
     "lazy": (nn.LazyLinear(3), ValueError, "'weight' is not initialised"),
@@ -351,22 +350,22 @@ BAD_STATES = {
 
 @pytest.mark.parametrize("case", BAD_STATES)
 @pytest.mark.parametrize("dense", [False, True])
-def test_what_cannot_be_saved_leaves_no_file(path, case, dense):
-    state, error, told = BAD_STATES[case]
-    with pytest.raises(error, match=told):
+def test_unsaveable_state_leaves_no_file(path, case, dense):
+    state, error, message = BAD_STATES[case]
+    with pytest.raises(error, match=message):
         save(state, path, dense=dense)
     assert not list(path.parent.iterdir())
 
 
-def test_a_quantized_tensor(path):
+def test_quantized_tensor_is_rejected(path):
     with pytest.warns(UserWarning, match="deprecated"):
         w = torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)
-    with pytest.raises(ValueError, match="qint8, which has no place"):
+    with pytest.raises(ValueError, match="qint8, which files do not support"):
         save({"w": w}, path)
 
 
 class TestReplacing:
-    def test_a_failure_leaves_the_old_file_and_nothing_else(self, path, monkeypatch):
+    def test_failed_save_keeps_old_file(self, path, monkeypatch):
         save({"w": torch.ones(3)}, path)
         monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
         with pytest.raises(OSError, match="full"):
@@ -374,7 +373,7 @@ class TestReplacing:
         assert [p.name for p in path.parent.iterdir()] == [path.name]
         assert torch.equal(load(path)["w"], torch.ones(3))
 
-    def test_readers_never_see_half_a_file(self, path):
+    def test_readers_never_see_partial_file(self, path):
         states = [
             {"w": torch.full((20_000,), float(i)) * (torch.rand(20_000) < 0.5)} for i in (1, 2)
         ]
@@ -396,7 +395,7 @@ class TestReplacing:
             stop.set()
             writer.join()
 
-    def test_permissions_are_those_of_a_new_file(self, path):
+    def test_file_permissions_follow_umask(self, path):
         old = os.umask(0o027)
         try:
             save({"w": torch.ones(3)}, path)
@@ -404,42 +403,42 @@ class TestReplacing:
             os.umask(old)
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
-    def test_a_link_is_followed(self, path, tmp_path):
+    def test_symbolic_link_is_followed(self, path, tmp_path):
         (tmp_path / "there").mkdir()
         path.symlink_to(tmp_path / "there" / "file")
         save({"w": torch.ones(3)}, path)
         assert path.is_symlink()
         assert (tmp_path / "there" / "file").is_file()
 
-    def test_places_that_cannot_be(self, tmp_path):
+    def test_invalid_paths(self, tmp_path):
         with pytest.raises(IsADirectoryError):
             save({"w": torch.ones(3)}, tmp_path)
         with pytest.raises(FileNotFoundError):
             save({"w": torch.ones(3)}, tmp_path / "missing" / "file")
 
-    def test_long_names_and_strings_for_paths(self, tmp_path):
+    def test_long_string_path(self, tmp_path):
         path = str(tmp_path / ("x" * 255))
         assert save({"w": torch.ones(3)}, path).path == path
         assert torch.equal(load(path)["w"], torch.ones(3))
 
-    def test_a_tensor_that_changes_meanwhile(self, path, monkeypatch):
+    def test_tensor_changed_during_save_is_an_error(self, path, monkeypatch):
         w = torch.zeros(1000)
-        real = store.table.compressed
+        real = table.compress
 
         def change(*args):
             w[5] = 1
             return real(*args)
 
-        monkeypatch.setattr(store.table, "compressed", change)
-        with pytest.raises(RuntimeError, match="'w' changed while it was saved"):
+        monkeypatch.setattr(table, "compress", change)
+        with pytest.raises(RuntimeError, match="'w' changed during the save"):
             save({"w": w}, path)
         assert not path.exists()
 
 
-class TestMisfits:
-    def check(self, path, model, told, **options):
+class TestMismatches:
+    def check(self, path, model, message, **options):
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        with pytest.raises(ValueError, match=told) as caught:
+        with pytest.raises(ValueError, match=message) as caught:
             load(path, model, **options)
         assert str(path) in str(caught.value)
         assert all(torch.equal(before[n], value) for n, value in model.state_dict().items())
@@ -448,26 +447,26 @@ class TestMisfits:
         save(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), path)
         model = nn.Sequential(OrderedDict(a=nn.Linear(3, 4)))
         self.check(
-            path, model, r"the file lacks 'a\.weight', 'a\.bias'; the model lacks '0\.weight'"
+            path, model, r"in the file: 'a\.weight', 'a\.bias'; missing in the model: '0\.weight'"
         )
         assert load(path, model, strict=False) is model
         save(nn.Linear(3, 4), path)
         weight = nn.Linear(3, 4, bias=False)
-        self.check(path, weight, "the model lacks 'bias'")
+        self.check(path, weight, "missing in the model: 'bias'")
         load(path, weight, strict=False)
         assert torch.equal(weight.weight, load(path)["weight"])
 
     def test_many_names(self, path):
         save({f"n{i}": torch.zeros(1) for i in range(50)}, path)
-        self.check(path, nn.Linear(3, 4), r"the model lacks 'n0', .*'n7', and 42 more")
+        self.check(path, nn.Linear(3, 4), r"missing in the model: 'n0', .*'n7', and 42 more")
 
     @pytest.mark.parametrize("strict", [True, False])
     def test_shapes(self, path, strict):
         save(nn.Linear(3, 4), path)
-        told = (
+        message = (
             r"'weight' has shape \[4, 3\] in the file and \[3, 3\] in the model; 'bias' has shape"
         )
-        self.check(path, nn.Linear(3, 3), told, strict=strict)
+        self.check(path, nn.Linear(3, 3), message, strict=strict)
 
     def test_dtypes(self, path):
         save({"weight": torch.randn(4, 3), "bias": torch.randn(4)}, path)
@@ -475,22 +474,22 @@ class TestMisfits:
         load(path, model)
         assert torch.equal(model.weight, load(path)["weight"].to(torch.bfloat16))
         save({"weight": torch.randn(4, 3, dtype=torch.complex64), "bias": torch.randn(4)}, path)
-        self.check(path, nn.Linear(3, 4), "which does not go into the model's torch.float32")
+        self.check(path, nn.Linear(3, 4), "which cannot be cast to torch.float32")
 
-    def test_models_without_memory(self, path):
+    def test_uninitialised_models(self, path):
         save(nn.Linear(3, 4), path)
         with pytest.raises(ValueError, match=r"'weight' is on the meta device .*to_empty"):
             load(path, nn.Linear(3, 4, device="meta"))
         with pytest.raises(ValueError, match="'weight' is not initialised in the model"):
             load(path, nn.LazyLinear(4))
 
-    def test_an_expanded_buffer(self, path):
+    def test_expanded_buffer(self, path):
         model = nn.Module()
         model.register_buffer("b", torch.zeros(1).expand(5))
         save(model, path)
         self.check(path, model, "'b' is expanded in the model")
 
-    def test_damage_is_found_before_the_model_changes(self, path):
+    def test_damaged_file_leaves_model_unchanged(self, path):
         save(sparse_net(), path)
         data = bytearray(path.read_bytes())
         with safe_open(path, "np") as file:
@@ -508,14 +507,14 @@ class TestMisfits:
         save(nn.Linear(3, 4), path)
         with pytest.raises(TypeError, match=r"needs a torch.nn.Module, got dict"):
             load(path, {})
-        with pytest.raises(ValueError, match="max_bytes is for a load without a model"):
+        with pytest.raises(ValueError, match="max_bytes needs a load without a model"):
             load(path, nn.Linear(3, 4), max_bytes=10)
         with pytest.raises(FileNotFoundError):
             load(path.with_name("missing"))
 
 
-def test_a_model_that_loads_in_its_own_way(path):
-    """What `state_dict` gives is not the model's memory: the model is asked to load it."""
+def test_model_with_extra_state_loads_by_load_state_dict(path):
+    """The tensors of such a state dict are copies, so they cannot be filled in place."""
 
     class Doubled(nn.Module):
         def __init__(self):
@@ -537,8 +536,8 @@ def test_a_model_that_loads_in_its_own_way(path):
     check_same(model.state_dict(), other.state_dict())
 
 
-def test_a_load_is_seen_by_autograd(path):
-    """A weight that a backward pass still needs may not change without its notice."""
+def test_load_is_seen_by_autograd(path):
+    """Autograd must detect that a weight saved for backward has changed."""
     model = nn.Linear(3, 3)
     save(model, path)
     out = model(model(torch.randn(2, 3, requires_grad=True))).sum()
@@ -564,7 +563,7 @@ def test_parametrized_and_pruned_models(path):
 
 
 class TestMemoryLimit:
-    def test_the_error_says_what_to_pass(self, path):
+    def test_error_names_required_max_bytes(self, path):
         state = {"w": torch.zeros(300, 300)}
         state["w"][5, 7] = 1
         save(state, path)
@@ -576,7 +575,7 @@ class TestMemoryLimit:
         with pytest.raises(FileFormatError, match="takes"):
             load(path, max_bytes=needed - 1)
 
-    def test_a_model_vouches_for_its_shapes(self, path):
+    def test_model_shapes_replace_memory_limit(self, path):
         model = nn.Linear(300, 300)
         with torch.no_grad():
             model.weight.zero_()
@@ -586,24 +585,24 @@ class TestMemoryLimit:
         assert not other.weight.any()
         assert not other.bias.any()
 
-    def test_sparse_networks_load_without_a_word_up_to_98_percent(self, path):
+    def test_default_limit_allows_98_percent_sparsity(self, path):
         w = torch.randn(1000, 300) * (torch.rand(1000, 300) >= 0.978)
         save({"w": w}, path)
         assert torch.equal(load(path)["w"], w)
 
     @pytest.mark.parametrize("count", [1, 10, 1000])
     @pytest.mark.parametrize("value", [torch.tensor(0.0), torch.tensor(True), torch.empty(0)])
-    def test_many_tiny_tensors_load_without_a_word(self, path, count, value):
+    def test_default_limit_allows_many_tiny_tensors(self, path, count, value):
         state = {str(i): value.clone() for i in range(count)}
         save(state, path)
         check_same(state, load(path))
 
-    def test_many_ties_load_without_a_word(self, path):
+    def test_default_limit_allows_many_ties(self, path):
         state = dict.fromkeys(map(str, range(1000)), torch.ones(3))
         save(state, path)
         check_same(state, load(path))
 
-    def test_a_long_name(self, path):
+    def test_default_limit_allows_long_names(self, path):
         state = {"x" * 100_000: torch.ones(3), "ü" * 50_000: torch.ones(2)}
         save(state, path)
         check_same(state, load(path))
