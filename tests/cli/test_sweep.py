@@ -36,7 +36,7 @@ def plan_of(*argv):
         (["digits", "--lam", "1:2:3"], "must be a number or LOW:HIGH, got '1:2:3'"),
         (["digits", "--seed", "0.5"], "must be a whole number or LOW:HIGH, got '0.5'"),
         (["digits", "--lam", "1:2"], "--lam has a range, which needs --sampler"),
-        (["digits", "--lam", "2:1", "--sampler", "tpe"], "up to a greater one, got 2:1"),
+        (["digits", "--lam", "2:1", "--sampler", "tpe"], "LOW < HIGH, got 2:1"),
         (["digits", "--sampler", "tpe"], "--sampler needs --trials"),
         (["digits", "--trials", "3"], "--trials needs --sampler"),
         (["digits", "--sampler", "grid", "--trials", "3"], "there is no sampler 'grid'"),
@@ -49,7 +49,7 @@ def plan_of(*argv):
         (["digits", "--cells", "none.toml", "--lr", "1"], "--lr cannot stand beside it"),
         (["digits", "--cells", "x", "--sampler", "tpe"], "--sampler cannot stand beside it"),
         (["digits", "--retry-failed"], "--retry-failed needs --resume"),
-        (["digits", "--storage", "here.db"], "must be a database's URL"),
+        (["digits", "--storage", "here.db"], "must be a database URL"),
     ],
 )
 def test_mistakes(capsys, tmp_path, monkeypatch, argv, told):

@@ -150,16 +150,15 @@ def _run(args: argparse.Namespace) -> int:
     except (DataError, sweep.PlanError, sweep.StorageError, sweep.StudyError) as error:
         raise UsageError(" ".join(str(error).split())) from None
     except sweep.SweepError as error:
-        raise UsageError(f"{error}. Nothing is lost: --resume goes on") from None
+        raise UsageError(f"{error}. Nothing is lost: continue with --resume") from None
     except sweep.SweepStoppedError:
-        console.print("stopped; to go on, run the same command with --resume", soft_wrap=True)
+        console.print("stopped; to continue, run the same command with --resume", soft_wrap=True)
         return 130
     return _tell(console, outcome, out)
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from pdecay.lab.sweep import Grid, Range, Search
-    from pdecay.lab.sweep.cells import read_cells
+    from pdecay.lab.sweep import Grid, Range, Search, read_grids
 
     common = {"task": args.task, "scale": args.scale, "objective": args.objective}
     axes = {
@@ -170,7 +169,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         if axes or args.sampler:
             given = _flag(next(iter(axes))) if axes else "--sampler"
             raise UsageError(f"--cells has all runs in its file: {given} cannot stand beside it")
-        return Grid(grids=read_cells(args.cells), **common)
+        return Grid(grids=read_grids(args.cells), **common)
     axes.setdefault("method", ["padam"])
     if args.sampler is not None:
         if args.trials is None:

@@ -1,7 +1,8 @@
-"""What the tests of sweeps share: other processes, slow methods, and the records that must come."""
+"""Fixtures of the sweep tests: other processes, slow methods, and the expected records."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -11,7 +12,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-# Processes find their functions by the names of modules: they must be able to import ours.
+# Other processes import the functions that they run by module name.
 sys.path.append(str(Path(__file__).parent))
 
 import sweep_processes
@@ -20,7 +21,7 @@ from sweep_methods import PAUSE
 from pdecay.lab.sweep.storage import open_storage
 from pdecay.lab.train import records
 
-# Real methods, and one that takes its time where a test wants it.
+# Real methods, and one that is slow when a test needs it.
 CELLS = """
 steps = 40
 [[grid]]
@@ -34,7 +35,7 @@ seed = [0, 1]
 
 @pytest.fixture(scope="session")
 def pause_file(tmp_path_factory):
-    """The file that the slow method looks into; all processes are told of it when they start."""
+    """The file from which the slow method reads its pause; processes inherit its path."""
     path = tmp_path_factory.mktemp("pause") / "seconds"
     path.write_text("0")
     os.environ[PAUSE] = str(path)
@@ -44,14 +45,14 @@ def pause_file(tmp_path_factory):
 
 @pytest.fixture
 def pause(pause_file):
-    """Makes each step of the slow method take so many seconds more."""
+    """Set the seconds that each step of the slow method waits."""
     yield lambda seconds: pause_file.write_text(str(seconds))
     pause_file.write_text("0")
 
 
 @pytest.fixture(scope="session")
 def processes(pause_file):
-    """Starts functions of ``sweep_processes`` and whole sweeps in other processes."""
+    """Start functions of ``sweep_processes`` and whole sweeps in other processes."""
     return sweep_processes.Processes()
 
 
@@ -65,7 +66,7 @@ def cells(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def undisturbed_sweep(processes, cells, tmp_path_factory):
-    """The records of the eight cells when nothing happens to them, and the seconds they took."""
+    """The records of an uninterrupted sweep over the eight cells, and its seconds."""
     out = tmp_path_factory.mktemp("undisturbed")
     log = out / "log"
     began = time.monotonic()
@@ -76,31 +77,32 @@ def undisturbed_sweep(processes, cells, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def undisturbed(undisturbed_sweep):
-    """Those records."""
+    """The records of an uninterrupted sweep."""
     return undisturbed_sweep[0]
 
 
 @pytest.fixture(scope="session")
 def slowness(undisturbed_sweep):
-    """How many times slower this machine is than one where a cell takes half a second."""
+    """The factor by which this machine is slower than one that runs a cell in half a second."""
     return max(1.0, undisturbed_sweep[1] / 4)
 
 
 @pytest.fixture
 def records_of():
-    """Reads the records of a sweep's folder, without where and when they ran."""
+    """Read the records of a sweep's folder, without their environment and timing."""
     return essences
 
 
 @pytest.fixture
 def each_cell_once():
-    """Checks that each cell of a study is complete once, and that nothing is left over."""
+    """Check that each cell of a study is complete once and that no trial is unfinished."""
     return check_each_cell_once
 
 
 def essences(out):
-    """The records in a sweep's own file, as they are in there."""
-    return [records.essence(record) for record in records._read_file(out / "records.jsonl")]
+    """Return the records in a sweep's file, including duplicates."""
+    lines = (out / "records.jsonl").read_text().splitlines()
+    return [records.essence(json.loads(line)) for line in lines]
 
 
 def check_each_cell_once(url, out, name, cells):

@@ -1,4 +1,4 @@
-"""Methods of a user's own, for the tests of sweeps."""
+"""Custom methods for the tests of sweeps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from pdecay.lab.methods import Method, Run
 from pdecay.lab.methods.decay import PAdamMethod
 
-PAUSE = "PDECAY_TEST_PAUSE"  # in the environment: the path of that file
+PAUSE = "PDECAY_TEST_PAUSE"  # environment variable: the path of the file with the pause
 
 
 @dataclass(frozen=True)
 class Slow(PAdamMethod):
-    """PAdam that waits after each step, for as many seconds as a file says.
+    """PAdam that waits after each step for the seconds in a file.
 
-    So a sweep is long enough to be killed in, with the same settings and the same records.
+    The sweep becomes long enough to be killed, with the same settings and records.
     """
 
     def start(self, model, task, lr, steps):
@@ -33,7 +33,7 @@ class Slow(PAdamMethod):
 
 @dataclass(frozen=True)
 class Faulty(Method):
-    """SGD that goes wrong: ``raise``, ``diverge``, ``die``, or ``cure`` once a file is there."""
+    """SGD that raises (unless the file `cure` exists), diverges or dies."""
 
     how: str = "raise"
     cure: str = ""

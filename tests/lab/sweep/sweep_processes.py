@@ -1,4 +1,4 @@
-"""What the tests of sweeps run in other processes."""
+"""Functions that the tests of sweeps run in other processes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from optuna.trial import TrialState
 
 from pdecay import cli
-from pdecay.lab.sweep.locks import FileLock, is_dead
+from pdecay._utils import files
 from pdecay.lab.sweep.storage import open_storage
 
-_PATIENCE = 300  # seconds; far more than anything takes on a machine that is not busy
+_PATIENCE = 300  # seconds, far more than anything takes on an idle machine
 
 
-class Line:
-    """A process and a line to it, which breaks instead of waiting for ever."""
+class Child:
+    """A process and a connection to it; waiting has a time limit."""
 
     def __init__(self, context, function, args):
         self._line, theirs = context.Pipe()
@@ -28,16 +28,16 @@ class Line:
         self.process.start()
         theirs.close()
 
-    def hear(self):
-        assert self._line.poll(_PATIENCE), "no word from the other process"
+    def receive(self):
+        assert self._line.poll(_PATIENCE), "no message from the other process"
         return self._line.recv()
 
-    def say(self, word):
-        self._line.send(word)
+    def send(self, message):
+        self._line.send(message)
 
     def join(self):
         self.process.join(_PATIENCE)
-        assert self.process.exitcode is not None, "the other process does not end"
+        assert self.process.exitcode is not None, "the other process did not end"
         return self.process.exitcode
 
 
@@ -53,20 +53,20 @@ class Processes:
                 "rich",
             ]
         )
-        assert self.start(nothing).join() == 0  # the server's imports are no part of what follows
+        assert self.start(nothing).join() == 0  # wait for the server's imports
 
     def start(self, function, *args):
-        return Line(self._context, function, args)
+        return Child(self._context, function, args)
 
     def launch(self, *args, log=os.devnull):
-        """A process that runs ``pdecay sweep digits --scale quick`` with these arguments."""
+        """Start a process that runs ``pdecay sweep digits --scale quick`` with these arguments."""
         command = ["sweep", "digits", "--scale", "quick", *map(str, args)]
-        return Line(self._context, launch, (command, str(log), list(sys.path)))
+        return Child(self._context, launch, (command, str(log), list(sys.path)))
 
 
 def launch(line, command, log, path):
     sys.path[:] = path
-    # We come from a server that has imported everything; let the workers come from it, too.
+    # This process was forked from a server that has imported everything: fork the workers from it.
     server = multiprocessing.forkserver._forkserver
     server.ensure_running = multiprocessing.resource_tracker.ensure_running
     with open(log, "a", buffering=1) as file:
@@ -81,16 +81,15 @@ def nothing(line):
     pass
 
 
-def hold(line, path):
+def hold_lock(line, folder, name):
     """Take a lock and keep it."""
-    lock = FileLock(Path(path))
-    lock.acquire()
-    line.send("held")
-    time.sleep(600)
+    with files.lock(Path(folder), name):
+        line.send("held")
+        time.sleep(600)
 
 
 def claim_all(line, url, folder):
-    """Claim as many trials of the study ``s`` as can be had; say which."""
+    """Claim as many trials of the study ``s`` as possible and send their ids."""
     with open_storage(url, folder) as storage:
         trials = storage.get_all_trials(storage.get_study_id_from_name("s"))
         line.send("ready")
@@ -100,10 +99,12 @@ def claim_all(line, url, folder):
 
 
 def workers_of(out):
-    """The processes of the workers that have started, also of launchers that are dead."""
-    found = []
-    for path in out.glob("workers/[!.]*"):
-        if is_dead(path.parent, path.name) is False:
-            with contextlib.suppress(FileNotFoundError):
-                found.append(int(path.read_text()))
-    return found
+    """Return the ids of the processes that train in a sweep's folder, also of dead launchers."""
+    inodes = {path.stat().st_ino for path in out.glob("runs/*/.lock")}
+    found = set()
+    for line in Path("/proc/locks").read_text().splitlines():
+        fields = [field for field in line.split() if field != "->"]
+        pid, inode = int(fields[4]), int(fields[5].rpartition(":")[2])
+        if inode in inodes and pid > 0:
+            found.add(pid)
+    return sorted(found)

@@ -1,4 +1,4 @@
-"""Grids: which cells there are, each once, in which order."""
+"""Grids: their cells, each once and in order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cells(*grids):
     return list(grid(*grids).cells.values())
 
 
-def test_a_method_is_not_repeated_for_options_that_it_has_not():
+def test_method_is_not_repeated_for_options_of_other_methods():
     found = cells({"method": ["adamw", "padam", "gmp"], "p": [0.5, 0.8], "target": [0.9]})
     assert [(cell.method, cell.options.get("p"), cell.options.get("target")) for cell in found] == [
         ("adamw", None, None),
@@ -40,11 +40,11 @@ def test_a_method_is_not_repeated_for_options_that_it_has_not():
     ]
 
 
-def test_what_is_not_named_is_as_the_task_and_the_method_have_it():
+def test_missing_settings_take_defaults():
     assert cells({"method": ["padam"]}) == [Settings.of("digits", "padam", scale="quick")]
 
 
-def test_a_cell_of_two_grids_is_run_once():
+def test_cell_of_two_grids_is_run_once():
     found = cells(
         {"method": ["padam"], "lam": [0.01, 0.02]},
         {"method": ["padam", "adamw"], "lam": [0.02, 0.01, 0.01], "p": [0.8]},
@@ -56,7 +56,7 @@ def test_a_cell_of_two_grids_is_run_once():
     ]
 
 
-def test_a_whole_number_and_its_float_are_one_value():
+def test_integer_and_equal_float_are_one_value():
     assert len(cells({"method": ["padam"], "p": [1, 1.0]})) == 1
 
 
@@ -71,7 +71,7 @@ axes = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(axes)
-def test_a_grid_has_every_combination_once(chosen):
+def test_grid_has_every_combination_once(chosen):
     options = {name: methods.options_of(methods.METHODS[name]) for name in chosen["method"]}
     if any(
         name not in ("method", "lr", "seed", "steps")
@@ -104,13 +104,13 @@ def test_a_grid_has_every_combination_once(chosen):
 
 @settings(max_examples=30, deadline=None)
 @given(axes)
-def test_what_optuna_is_told_of_a_cell_fits(chosen):
+def test_params_fit_their_distributions(chosen):
     try:
         plan = grid(chosen)
     except PlanError:
         return
     for key, cell in plan.cells.items():
-        params, distributions = plan.parameters(key)
+        params, distributions = plan.params(key)
         assert params.keys() == distributions.keys()
         everything = {**cell.to_dict(), **cell.options}
         for name, value in params.items():
@@ -119,7 +119,7 @@ def test_what_optuna_is_told_of_a_cell_fits(chosen):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "told"),
+    ("chosen", "message"),
     [
         ({}, "name at least one method"),
         ({"method": ["padam"], "lam": []}, "lam has no values"),
@@ -131,12 +131,12 @@ def test_what_optuna_is_told_of_a_cell_fits(chosen):
         ({"method": ["dwf"], "depth": [2.5]}, "depth must be a whole number"),
     ],
 )
-def test_a_bad_grid(chosen, told):
-    with pytest.raises(PlanError, match=told):
+def test_invalid_grid_is_refused(chosen, message):
+    with pytest.raises(PlanError, match=message):
         grid(chosen)
 
 
-def test_no_grid_and_unknown_names():
+def test_empty_grid_and_unknown_names_are_refused():
     with pytest.raises(PlanError, match="no grid"):
         grid()
     with pytest.raises(PlanError, match="no task 'digit'"):
@@ -145,7 +145,7 @@ def test_no_grid_and_unknown_names():
         grid({"method": ["padam"]}, objective="acc")
 
 
-def test_what_differs_is_named():
+def test_difference_names_changed_settings():
     old = grid({"method": ["padam"], "lam": [0.01, 0.02]})
     assert difference(old.description, grid({"method": ["padam"], "lam": [0.01]}).description) == (
         "lam was 0.01 0.02 and is now 0.01"
@@ -159,10 +159,10 @@ def test_what_differs_is_named():
     assert difference(two.description, other.description) == (
         "objective was pareto and is now accuracy; grid 2's lr was not given and is now 0.1"
     )
-    assert "other defaults" in difference(old.description, old.description)
+    assert "defaults" in difference(old.description, old.description)
 
 
-def test_what_a_run_is_worth():
+def test_objective_values():
     ok = {"status": "ok", "result": {"accuracy": 50.0, "sparsity": 0.9, "tradeoff": 50.9}}
     diverged = {"status": "diverged", "result": {"accuracy": None, "sparsity": 0.9}}
     for objective, values in {
@@ -173,4 +173,3 @@ def test_what_a_run_is_worth():
         plan = grid({"method": ["padam"]}, objective=objective)
         assert plan.values(ok) == values
         assert plan.values(diverged) == [0.0] * len(values)
-        assert len(plan.directions) == len(values)

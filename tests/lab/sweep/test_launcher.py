@@ -1,7 +1,8 @@
-"""Sweeps from the command line to the records: errors, ends, and going on."""
+"""Sweeps from the command line to the records: results, errors and resuming."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,6 +14,8 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from pdecay.lab.sweep import Grid, SweepError, launcher
+from pdecay.lab.sweep import sweep as run_sweep
 from pdecay.lab.sweep.storage import open_journal
 from pdecay.lab.train import records
 
@@ -21,7 +24,7 @@ TWO = ("--method", "padam", "--lam", "0.01", "0.1", "--steps", 10)
 
 @pytest.fixture
 def sweep(processes, tmp_path):
-    """Runs a sweep in ``tmp_path/sweep``; its exit code and what it said."""
+    """Run a sweep in ``tmp_path/sweep``; return its exit code and output."""
 
     def run(*args):
         log = tmp_path / "log"
@@ -37,13 +40,13 @@ def trials(out):
     return study.get_trials(deepcopy=False)
 
 
-def test_a_sweep_its_files_and_its_end(sweep, tmp_path, records_of):
+def test_sweep_writes_its_files_and_resumes(sweep, tmp_path, records_of):
     out = tmp_path / "sweep"
-    code, told = sweep(*TWO, "--workers", 2, "--threads", 1)
-    assert code == 0, told
-    assert "2/2  padam p=0.8 lam=" in told
-    assert "2 done" in told
-    assert f"records    {out}/records.jsonl" in told
+    code, shown = sweep(*TWO, "--workers", 2, "--threads", 1)
+    assert code == 0, shown
+    assert "2/2  padam p=0.8 lam=" in shown
+    assert "2 done" in shown
+    assert f"records    {out}/records.jsonl" in shown
     found = records_of(out)
     assert [record["id"] for record in found] == sorted(record["id"] for record in found)
     assert sorted(record["settings"]["options"]["lam"] for record in found) == [0.01, 0.1]
@@ -51,7 +54,6 @@ def test_a_sweep_its_files_and_its_end(sweep, tmp_path, records_of):
         assert record["environment"]["threads"] == 1
         (own,) = records.read(out / "runs" / record["id"])
         assert own == record
-    assert not list((out / "workers").iterdir())
     done = trials(out)
     assert [trial.state for trial in done] == [TrialState.COMPLETE] * 2
     assert [trial.params["lam"] for trial in done] == [0.01, 0.1]
@@ -60,26 +62,26 @@ def test_a_sweep_its_files_and_its_end(sweep, tmp_path, records_of):
         result = by_id[trial.user_attrs["record"]["id"]]
         assert trial.values == [result["accuracy"], result["sparsity"]]
 
-    code, told = sweep(*TWO)
+    code, shown = sweep(*TWO)
     assert code == 2
-    assert "the study 'sweep' is there already (finished): give --resume" in told
-    code, told = sweep(*TWO[:-2], "--steps", 11, "--resume")
+    assert "the study 'sweep' exists (finished): give --resume" in shown
+    code, shown = sweep(*TWO[:-2], "--steps", 11, "--resume")
     assert code == 2
-    assert "other settings: steps was 10 and is now 11" in told
+    assert "other settings: steps was 10 and is now 11" in shown
     before = (out / "records.jsonl").read_bytes()
     (out / "records.jsonl").unlink()
-    code, told = sweep(*TWO, "--resume")
+    code, shown = sweep(*TWO, "--resume")
     assert code == 0
     assert (out / "records.jsonl").read_bytes() == before
     assert len(trials(out)) == 2
 
 
-def test_a_search(sweep, tmp_path, records_of):
+def test_search_resumes_with_more_trials(sweep, tmp_path, records_of):
     command = ("--lam", "1e-3:1e-1", "--steps", 5, "--sampler", "tpe", "--objective", "tradeoff")
-    code, told = sweep(*command, "--trials", 3, "--workers", 2)
-    assert code == 0, told
-    code, told = sweep(*command, "--trials", 4, "--resume")
-    assert code == 0, told
+    code, shown = sweep(*command, "--trials", 3, "--workers", 2)
+    assert code == 0, shown
+    code, shown = sweep(*command, "--trials", 4, "--resume")
+    assert code == 0, shown
     found = records_of(tmp_path / "sweep")
     lams = {record["settings"]["options"]["lam"] for record in found}
     assert len(lams) == 4
@@ -93,32 +95,32 @@ def test_a_search(sweep, tmp_path, records_of):
 FAULTY = ("--method", "sweep_methods:Faulty", "adamw", "--steps", 5)
 
 
-def test_what_raises_is_tried_three_times_and_told(sweep, tmp_path, records_of):
+def test_run_that_raises_is_tried_three_times_and_reported(sweep, tmp_path, records_of):
     out, cure = tmp_path / "sweep", tmp_path / "cure"
-    code, told = sweep(*FAULTY, "--option", f"cure={cure}")
+    code, shown = sweep(*FAULTY, "--option", f"cure={cure}")
     assert code == 1
-    assert told.count("raised ZeroDivisionError: no luck today") == 3
-    assert "1 done, 1 given up" in told
+    assert shown.count("raised ZeroDivisionError: no luck today") == 3
+    assert "1 done, 1 given up" in shown
     name = f"sweep_methods:Faulty how=raise cure={cure} lr=0.003 seed=0"
-    assert f"given up   {name}: ZeroDivisionError: no luck today" in told
+    assert f"given up   {name}: ZeroDivisionError: no luck today" in shown
     assert 'raise ZeroDivisionError("no luck today")' in (out / "errors.txt").read_text()
     assert [record["settings"]["method"] for record in records_of(out)] == ["adamw"]
 
-    code, told = sweep(*FAULTY, "--option", f"cure={cure}", "--resume")
-    assert code == 1  # it is not tried again unasked
-    assert "raised" not in told
+    code, shown = sweep(*FAULTY, "--option", f"cure={cure}", "--resume")
+    assert code == 1  # not retried without --retry-failed
+    assert "raised" not in shown
     cure.write_text("")
-    code, told = sweep(*FAULTY, "--option", f"cure={cure}", "--resume", "--retry-failed")
-    assert code == 0, told
+    code, shown = sweep(*FAULTY, "--option", f"cure={cure}", "--resume", "--retry-failed")
+    assert code == 0, shown
     assert len(records_of(out)) == 2
     assert not (out / "errors.txt").exists()
 
 
-def test_what_diverges_is_a_result(sweep, tmp_path, records_of):
-    code, told = sweep(*FAULTY, "--option", "how=diverge")
-    assert code == 0, told
-    assert "seed=0: diverged" in told
-    assert "1 done, 1 diverged" in told
+def test_diverged_run_is_a_result(sweep, tmp_path, records_of):
+    code, shown = sweep(*FAULTY, "--option", "how=diverge")
+    assert code == 0, shown
+    assert "seed=0: diverged" in shown
+    assert "1 done, 1 diverged" in shown
     found = {
         record["settings"]["method"]: record["status"] for record in records_of(tmp_path / "sweep")
     }
@@ -126,49 +128,47 @@ def test_what_diverges_is_a_result(sweep, tmp_path, records_of):
     assert {trial.values[0] for trial in trials(tmp_path / "sweep")} > {0.0}
 
 
-def test_what_kills_its_workers_is_given_up(sweep, tmp_path, records_of):
-    code, told = sweep(*FAULTY, "--option", "how=die")
+def test_run_that_kills_its_workers_is_given_up(sweep, tmp_path, records_of):
+    code, shown = sweep(*FAULTY, "--option", "how=die")
     assert code == 1
-    assert told.count("a worker was killed by SIGKILL at sweep_methods:Faulty how=die") == 9
-    assert (
-        "10 workers died at it (killed by SIGKILL) and it got no further: is there memory" in told
-    )
+    assert shown.count("a worker died (killed by SIGKILL) at sweep_methods:Faulty how=die") == 9
+    assert "10 workers died at it without progress (killed by SIGKILL): is there enough" in shown
     assert [record["settings"]["method"] for record in records_of(tmp_path / "sweep")] == ["adamw"]
 
 
 def test_ctrl_c_stops_with_checkpoints(sweep, tmp_path, cells, undisturbed, pause, records_of):
-    """In a process with a group of its own, as in a terminal, where workers get the signal too."""
+    """Use a process group, as in a terminal, where the workers get the signal too."""
     pause(0.05)
     out = tmp_path / "sweep"
     command = ["sweep", "digits", "--scale", "quick", "--cells", str(cells), "--workers", "2"]
-    launcher = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "pdecay", *command, "--out", str(out)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         process_group=0,
     )
     wait_for_runs(out)
-    os.killpg(launcher.pid, signal.SIGINT)
-    told, _ = launcher.communicate(timeout=300)
-    assert launcher.returncode == 130, told
-    check_stopped(out, told)
+    os.killpg(process.pid, signal.SIGINT)
+    shown, _ = process.communicate(timeout=300)
+    assert process.returncode == 130, shown
+    check_stopped(out, shown)
     pause(0)
-    code, told = sweep("--cells", cells, "--workers", 2, "--resume")
-    assert code == 0, told
+    code, shown = sweep("--cells", cells, "--workers", 2, "--resume")
+    assert code == 0, shown
     assert records_of(out) == undisturbed
     resumed = [record["timing"]["resumed"] for record in records.read(out / "records.jsonl")]
     assert sum(resumed) >= 1
 
 
-def test_a_polite_kill_is_ctrl_c(processes, tmp_path, cells, pause):
+def test_sigterm_stops_with_checkpoints(processes, tmp_path, cells, pause):
     pause(0.05)
     out, log = tmp_path / "sweep", tmp_path / "log"
-    launcher = processes.launch("--cells", cells, "--workers", 2, "--out", out, log=log)
+    process = processes.launch("--cells", cells, "--workers", 2, "--out", out, log=log)
     wait_for_runs(out)
-    launcher.process.terminate()
-    assert launcher.join() == 130, log.read_text()
+    process.process.terminate()
+    assert process.join() == 130, log.read_text()
     check_stopped(out, log.read_text())
 
 
@@ -179,20 +179,45 @@ def wait_for_runs(out):
     time.sleep(0.2)
 
 
-def check_stopped(out, told):
-    assert "stopping: the workers write checkpoints" in told
-    assert told.endswith("stopped; to go on, run the same command with --resume\n")
-    assert "Traceback" not in told
+def check_stopped(out, shown):
+    assert "stopping: the workers write checkpoints" in shown
+    assert shown.endswith("stopped; to continue, run the same command with --resume\n")
+    assert "Traceback" not in shown
     assert list(out.glob("runs/*/checkpoint.pt"))
-    assert not list((out / "workers").iterdir())
     assert TrialState.RUNNING not in {trial.state for trial in trials(out)}
 
 
-def test_a_worker_that_cannot_work_stops_the_sweep(sweep, tmp_path):
-    (tmp_path / "sweep").mkdir()
-    (tmp_path / "sweep" / "workers").write_text("a file, where the workers' folder should be")
-    code, told = sweep(*TWO)
+def test_error_outside_of_a_run_stops_the_sweep(sweep, tmp_path):
+    out = tmp_path / "sweep"
+    sweep(*TWO[:-1], 10)
+    (out / "study.log.lock").unlink()
+    (out / "study.log.lock").mkdir()
+    code, shown = sweep(*TWO, "--resume")
     assert code == 2
-    assert "a worker cannot work: FileExistsError" in told
-    assert "Nothing is lost: --resume goes on" in told
-    assert "Traceback" not in told
+    assert "Is a directory" in shown
+    assert "Traceback" not in shown
+
+
+def test_worker_that_cannot_run_stops_the_sweep(tmp_path, monkeypatch):
+    def cannot_run(job, connection):
+        connection.send(("crash", "Traceback\nOSError: no space left"))
+
+    plan = Grid(task="digits", scale="quick", grids=[{"method": ["adamw"]}])
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr(launcher, "work", cannot_run)
+    monkeypatch.setattr(launcher.multiprocessing, "get_context", lambda method: context)
+    monkeypatch.setattr(context, "set_forkserver_preload", lambda names: None)
+    with pytest.raises(SweepError, match="a worker cannot run: OSError: no space left"):
+        run_sweep(plan, tmp_path / "sweep")
+
+
+def test_folder_of_a_running_sweep_is_locked(sweep, processes, tmp_path, cells, pause):
+    pause(0.05)
+    out = tmp_path / "sweep"
+    running = processes.launch("--cells", cells, "--workers", 2, "--out", out)
+    wait_for_runs(out)
+    code, shown = sweep("--cells", cells, "--resume")
+    assert code == 2
+    assert f"another process is at work in {out}" in shown
+    pause(0)
+    assert running.join() == 0

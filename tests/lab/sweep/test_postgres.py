@@ -1,4 +1,4 @@
-"""Two hosts' worth of workers on one study in a real PostgreSQL server on loopback."""
+"""Two launchers, as on two hosts, that share a study in a real PostgreSQL server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdecay.lab.sweep.storage import open_storage
 
 
 def binary(name):
-    """A program of PostgreSQL's, which Debian does not put on the path."""
+    """Return the path of a PostgreSQL program; Debian does not put them on the PATH."""
     found = shutil.which(name)
     if found is None:
         elsewhere = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
@@ -29,7 +29,7 @@ def binary(name):
 
 
 class Server:
-    """A server in a folder of its own."""
+    """A PostgreSQL server in a temporary folder."""
 
     def __init__(self, initdb, postgres):
         self._folder = Path(tempfile.mkdtemp(prefix="pdecay-postgres-"))
@@ -63,16 +63,32 @@ class Server:
             time.sleep(0.1)
 
     def stop(self):
-        self._process.send_signal(signal.SIGINT)  # its fast way to go
+        self._process.send_signal(signal.SIGINT)  # a fast shutdown
         self._process.wait(300)
+
+    @contextlib.contextmanager
+    def frozen(self):
+        """Suspend the server and its connections."""
+        processes = [self._process.pid, *_children(self._process.pid)]
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        yield
+        for process in reversed(processes):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
 
     def remove(self):
         shutil.rmtree(self._folder)
 
 
+def _children(pid):
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
 @pytest.fixture(scope="module")
 def postgres():
-    """A server that lives as long as this module's tests."""
+    """A server for the tests of this module."""
     initdb, program = binary("initdb"), binary("postgres")
     if initdb is None or program is None:
         pytest.skip("PostgreSQL IS NOT INSTALLED: sweeps over many machines are NOT TESTED here")
@@ -89,7 +105,7 @@ def server(postgres):
 
 @pytest.fixture
 def hosts(processes, server, cells, tmp_path):
-    """Starts a launcher in a folder of its own, as on a machine of its own."""
+    """Start a launcher in its own folder, as on its own machine."""
 
     def start(name, study, *args):
         common = ("--cells", cells, "--storage", server, "--study", study, "--workers", 2)
@@ -99,8 +115,10 @@ def hosts(processes, server, cells, tmp_path):
     return start
 
 
-def test_two_hosts_at_once(hosts, server, undisturbed, pause, tmp_path, records_of, each_cell_once):
-    """They make the tables of an empty database at once, too."""
+def test_two_hosts_share_a_study(
+    hosts, server, undisturbed, pause, tmp_path, records_of, each_cell_once
+):
+    """Both also create the tables of an empty database at the same time."""
     pause(0.02)
     one, other = hosts("one", "both", "--resume"), hosts("other", "both", "--resume")
     logs = [tmp_path / "one.log", tmp_path / "other.log"]
@@ -108,17 +126,19 @@ def test_two_hosts_at_once(hosts, server, undisturbed, pause, tmp_path, records_
     assert records_of(tmp_path / "one") == records_of(tmp_path / "other") == undisturbed
     trials = each_cell_once(server, tmp_path, "both", cells=8)
     claimed = [trial for trial in trials if "worker" in trial.user_attrs]
-    assert len(claimed) == 8  # nothing was begun twice
+    assert len(claimed) == 8  # no run was started twice
     homes = {trial.user_attrs["worker"]["home"].rpartition("/")[2] for trial in claimed}
     assert homes == {"one", "other"}
     here = [{path.name for path in (tmp_path / name / "runs").iterdir()} for name in homes]
     assert not here[0] & here[1]
     assert hosts("third", "both").join() == 2
-    told = (tmp_path / "third.log").read_text()
-    assert "the study 'both' is there already (finished): give --resume" in told
+    shown = (tmp_path / "third.log").read_text()
+    assert "the study 'both' exists (finished): give --resume" in shown
 
 
-def test_a_host_that_dies(hosts, server, undisturbed, pause, tmp_path, records_of, each_cell_once):
+def test_other_host_takes_over_the_runs_of_a_dead_host(
+    hosts, server, undisturbed, pause, tmp_path, records_of, each_cell_once
+):
     pause(0.05)
     one = hosts("one", "dying", "--grace", 2)
     wait_for_claims(tmp_path / "one")
@@ -131,15 +151,14 @@ def test_a_host_that_dies(hosts, server, undisturbed, pause, tmp_path, records_o
     assert other.join() == 0, (tmp_path / "other.log").read_text()
     assert records_of(tmp_path / "other") == undisturbed
     each_cell_once(server, tmp_path, "dying", cells=8)
-    # The dead one comes back, and has nothing left to do but to write the records.
+    # The dead host comes back and only writes the records.
     assert hosts("one", "dying", "--grace", 2, "--resume").join() == 0
     assert records_of(tmp_path / "one") == undisturbed
 
 
-def test_a_host_that_sleeps(
+def test_late_results_of_a_suspended_host_are_refused(
     hosts, server, undisturbed, pause, tmp_path, records_of, each_cell_once
 ):
-    """It is held for dead, its cells are run elsewhere, and its own results come too late."""
     pause(0.05)
     one = hosts("one", "sleeping", "--grace", 2)
     wait_for_claims(tmp_path / "one")
@@ -155,7 +174,7 @@ def test_a_host_that_sleeps(
     each_cell_once(server, tmp_path, "sleeping", cells=8)
 
 
-def test_a_database_that_goes_away(
+def test_runs_continue_while_the_database_is_down(
     postgres, hosts, server, undisturbed, pause, tmp_path, records_of, each_cell_once
 ):
     pause(0.05)
@@ -167,14 +186,29 @@ def test_a_database_that_goes_away(
     pause(0)
     log = tmp_path / "one.log"
     assert launcher.join() == 0, log.read_text()
-    assert log.read_text().count("no answer from the study, the runs go on: ") == 1
+    assert log.read_text().count("the study does not answer, runs continue: ") == 1
     assert "Traceback" not in log.read_text()
     assert records_of(tmp_path / "one") == undisturbed
     each_cell_once(server, tmp_path, "away", cells=8)
 
 
-def test_a_long_record_and_the_drivers_own_name(server, tmp_path):
-    """Optuna's columns have no limit that a record of many layers would meet."""
+def test_frozen_database_does_not_block_a_stop(postgres, hosts, server, pause, tmp_path):
+    pause(0.05)
+    launcher = hosts("one", "frozen")
+    wait_for_claims(tmp_path / "one", 4)  # the first two cells have no pause
+    with postgres.frozen():
+        time.sleep(1.5)  # the next look at the study hangs
+        launcher.process.terminate()
+        began = time.monotonic()
+        assert launcher.join() == 130, (tmp_path / "one.log").read_text()
+        assert time.monotonic() - began < 60
+    assert list((tmp_path / "one").glob("runs/*/checkpoint.pt"))
+    pause(0)
+    assert hosts("one", "frozen", "--resume").join() == 0, (tmp_path / "one.log").read_text()
+
+
+def test_long_record_and_url_with_driver(server, tmp_path):
+    """Optuna's columns hold a record of many layers."""
     record = {"layers": ["x" * 100] * 20_000}
     with open_storage(server.replace("postgresql:", "postgresql+psycopg:"), tmp_path) as storage:
         trial = storage.create_new_trial(storage.create_new_study([], "long"))
@@ -183,8 +217,8 @@ def test_a_long_record_and_the_drivers_own_name(server, tmp_path):
         assert storage.get_trial(trial).user_attrs["record"] == record
 
 
-def wait_for_claims(out):
+def wait_for_claims(out, count=2):
     deadline = time.monotonic() + 300
-    while len(list(out.glob("runs/*/.lock"))) < 2:
+    while len(list(out.glob("runs/*/.lock"))) < count:
         assert time.monotonic() < deadline
         time.sleep(0.05)

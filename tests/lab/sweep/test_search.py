@@ -1,10 +1,13 @@
-"""Searches: what the samplers may choose, and that a cell's choice stays."""
+"""Searches: samplers stay in their ranges, and a retried cell keeps its settings."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import optuna
 import pytest
 from optuna.storages import InMemoryStorage
+from optuna.trial import TrialState
 
 from pdecay.lab.sweep import PlanError, Range, Search
 from pdecay.lab.sweep.study import SweepStudy
@@ -29,31 +32,38 @@ def quiet():
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
+def settings_of(study, trial):
+    """Draw the settings of a trial as a worker does."""
+    key = trial.user_attrs["cell"]
+    return study.plan.settings(key, partial(study.bind, trial))
+
+
 def run_all(plan, storage=None):
-    """The settings of all cells, with made-up results handed in."""
-    study = SweepStudy.open(storage or InMemoryStorage(), "s", plan, "here", resume=True)
+    """Return the settings of all cells; store made-up results."""
+    study = SweepStudy.open(storage or InMemoryStorage(), "s", plan, resume=True)
     found = {}
-    while (claim := study.claim("w")) is not None:
-        settings = found[claim.key] = study.settings(claim)
+    while study.has_waiting():
+        trial = study.optuna.ask()
+        settings = found[trial.user_attrs["cell"]] = settings_of(study, trial)
         accuracy = 90 - 1000 * abs(settings.options["lam"] - 0.01)
         result = {"accuracy": accuracy, "sparsity": 0.5, "tradeoff": accuracy + 0.5}
         record = {"id": settings.id, "status": "ok", "result": result}
-        study.complete(claim, record)
+        study.optuna.tell(trial, plan.values(record))
     return found
 
 
-def test_a_range_is_logarithmic_from_a_factor_of_ten_on():
+def test_range_is_logarithmic_from_a_factor_of_ten():
     assert Range(1e-4, 1e-3).log
     assert not Range(0.5, 2).log
     assert not Range(0, 10).log
     assert str(Range(1e-4, 0.1)) == "0.0001:0.1"
-    with pytest.raises(PlanError, match="up to a greater one, got 2:2"):
+    with pytest.raises(PlanError, match="LOW < HIGH, got 2:2"):
         Range(2, 2)
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "nsga2"])
 @pytest.mark.parametrize("objective", ["pareto", "tradeoff"])
-def test_samplers_stay_in_the_ranges(sampler, objective):
+def test_samplers_stay_in_their_ranges(sampler, objective):
     plan = search(
         14, sampler, lam=[Range(1e-4, 1.0)], p=[Range(0.5, 1.5)], seed=[0, 1], objective=objective
     )
@@ -66,34 +76,34 @@ def test_samplers_stay_in_the_ranges(sampler, objective):
     assert len({settings.id for settings in found.values()}) > 10
 
 
-def test_a_sampler_learns():
+def test_tpe_learns_from_results():
     plan = search(40, "tpe", lam=[Range(1e-4, 1.0)], objective="tradeoff")
     lams = [settings.options["lam"] for settings in run_all(plan).values()]
     far = [abs(lam - 0.01) for lam in lams]
     assert sorted(far[20:])[10] < sorted(far[:10])[5]
 
 
-def test_a_random_search_draws_the_same_whoever_draws():
+def test_random_search_is_reproducible():
     plan = search(6, lam=[Range(1e-4, 1.0)])
     assert run_all(plan) == run_all(plan)
     assert run_all(search(6, lam=[Range(1e-4, 1.0)], sampler_seed=1)) != run_all(plan)
 
 
-def test_methods_have_their_own_ranges_and_whole_numbers_stay_whole():
+def test_methods_have_own_parameters_and_integers_stay_integers():
     plan = search(
         30, method=["padam", "dwf", "adamw"], lam=[Range(1e-4, 1e-2)], depth=[Range(2, 5)]
     )
-    found = SweepStudy.open(InMemoryStorage(), "s", plan, "here", resume=False)
+    study = SweepStudy.open(InMemoryStorage(), "s", plan, resume=False)
     depths, names = set(), set()
-    while (claim := found.claim("w")) is not None:
-        settings = found.settings(claim)
-        names |= set(found.cells()[claim.key].trials[0].params)
-        depths.add(settings.options.get("depth"))
+    while study.has_waiting():
+        trial = study.optuna.ask()
+        depths.add(settings_of(study, trial).options.get("depth"))
+        names |= set(study.cells()[trial.user_attrs["cell"]].trials[0].params)
     assert depths == {None, 2, 3, 4, 5}
     assert names == {"method", "padam lam", "dwf lam", "dwf depth"}
 
 
-def test_a_search_may_go_on_with_more_runs():
+def test_search_resumes_with_more_runs():
     storage = InMemoryStorage()
     first = run_all(search(3, lam=[Range(1e-4, 1.0)]), storage)
     assert len(first) == 3
@@ -101,21 +111,21 @@ def test_a_search_may_go_on_with_more_runs():
     assert list(more) == ["run 4", "run 5"]
 
 
-def test_another_attempt_runs_what_the_first_has_drawn():
-    study = SweepStudy.open(
-        InMemoryStorage(), "s", search(1, "tpe", lam=[Range(1e-4, 1.0)]), "here", resume=False
-    )
-    claim = study.claim("w")
-    drawn = study.settings(claim)
-    assert study.settings(claim) == drawn
-    study.release(claim)
-    again = study.claim("other")
-    assert again.trial_id != claim.trial_id
-    assert study.settings(again) == drawn
+def test_retry_keeps_the_drawn_settings():
+    plan = search(1, "tpe", lam=[Range(1e-4, 1.0)])
+    study = SweepStudy.open(InMemoryStorage(), "s", plan, resume=False)
+    trial = study.optuna.ask()
+    drawn = settings_of(study, trial)
+    assert settings_of(study, trial) == drawn
+    study.end(trial, TrialState.FAIL)
+    study.top_up()
+    again = study.optuna.ask()
+    assert again.number != trial.number
+    assert settings_of(study, again) == drawn
 
 
 @pytest.mark.parametrize(
-    ("axes", "told"),
+    ("axes", "message"),
     [
         ({"sampler": "grid"}, "no sampler 'grid'; there are tpe, nsga2, random"),
         ({"trials": 0}, "trials must be at least 1, got 0"),
@@ -128,6 +138,6 @@ def test_another_attempt_runs_what_the_first_has_drawn():
         ({"method": ["target"], "target": [Range(0.5, 1.5)]}, "target must be below 1"),
     ],
 )
-def test_a_bad_search(axes, told):
-    with pytest.raises(PlanError, match=told):
+def test_invalid_search_is_refused(axes, message):
+    with pytest.raises(PlanError, match=message):
         search(**axes)

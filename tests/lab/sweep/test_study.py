@@ -1,4 +1,4 @@
-"""Claims: each cell has one complete trial, whoever dies, wakes up again or comes at once."""
+"""The queue: each cell gets exactly one complete trial, in any order of deaths and restarts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
 from pdecay.lab.sweep import Grid, StudyError
-from pdecay.lab.sweep.study import ATTEMPTS, LostError, SweepStudy
-from pdecay.lab.sweep.watch import worker_of
+from pdecay.lab.sweep.study import ATTEMPTS, SweepStudy
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -29,16 +29,6 @@ def record(key):
     return {"id": key, "status": "ok", "result": result}
 
 
-class Deaths:
-    """A watch that is told who is dead."""
-
-    def __init__(self):
-        self.dead = set()
-
-    def is_dead(self, trial):
-        return worker_of(trial) is None or worker_of(trial) in self.dead
-
-
 @pytest.fixture
 def storage():
     return InMemoryStorage()
@@ -46,7 +36,31 @@ def storage():
 
 @pytest.fixture
 def study(storage):
-    return SweepStudy.open(storage, "s", grid(), "here", resume=False)
+    return SweepStudy.open(storage, "s", grid(), resume=False)
+
+
+def take(study):
+    """Take a trial from the queue as a worker does: return it if it is to be run."""
+    trial = study.optuna.ask()
+    if study.is_current(trial):
+        return trial
+    study.optuna.tell(trial, state=TrialState.FAIL)
+    return None
+
+
+def key_of(trial):
+    return trial.user_attrs["cell"]
+
+
+def complete(study, trial):
+    result = record(key_of(trial))
+    trial.set_user_attr("record", result)
+    study.optuna.tell(trial, study.plan.values(result))
+
+
+def fail(study, trial, **attrs):
+    study.end(trial, TrialState.FAIL, **attrs)
+    study.top_up()
 
 
 def complete_trials(study):
@@ -56,282 +70,218 @@ def complete_trials(study):
     }
 
 
-def test_cells_are_claimed_in_order_and_once(study):
-    claims = [study.claim("a"), study.claim("b"), study.claim("a")]
-    assert [claim.key for claim in claims] == study.plan.keys
-    assert study.claim("c") is None
-    for claim in claims:
-        study.complete(claim, record(claim.key))
+def duplicate(study, key):
+    """Queue a cell again, as a second launcher does that has not seen the first trial."""
+    study._add(study.cells()[key])
+
+
+def test_cells_are_run_in_order_and_once(study):
+    trials = [take(study) for _ in range(3)]
+    assert [key_of(trial) for trial in trials] == study.plan.keys
+    assert take(study) is None
+    for trial in trials:
+        complete(study, trial)
     assert all(cell.finished for cell in study.cells().values())
     assert study.standing() == "finished"
     assert [one["id"] for one in study.records()] == sorted(study.plan.keys)
 
 
-def test_two_launchers_that_add_a_trial_each(study):
+def test_of_two_trials_of_a_cell_only_the_first_is_run(study):
     key = study.plan.keys[0]
-    study._add(study.cells()[key])  # as a second launcher does that has not seen the first one's
-    claim = study.claim("a")
-    assert (claim.key, claim.trial_id) == (key, study.cells()[key].trials[0]._trial_id)
-    assert key not in [study.claim("b").key, study.claim("b").key]
-    assert study.claim("b") is None
-    study.complete(claim, record(key))
-    assert study.claim("b") is None
+    duplicate(study, key)
+    first = take(study)
+    assert key_of(first) == key
+    assert [key_of(take(study)) for _ in range(2)] == study.plan.keys[1:]
+    assert take(study) is None
+    complete(study, first)
     study.top_up()
     assert study.cells()[key].trials[1].state == TrialState.FAIL
     assert len(study.cells()[key].trials) == 2
 
 
-def test_the_second_trial_stands_in_for_the_first(study):
+def test_top_up_removes_waiting_trials_of_complete_cells(study):
     key = study.plan.keys[0]
-    study._add(study.cells()[key])
-    study.release(study.claim("a"))
-    claim = study.claim("b")
-    assert (claim.key, claim.trial_id) == (key, study.cells()[key].trials[1]._trial_id)
+    duplicate(study, key)
+    complete(study, take(study))
+    study.top_up()
+    assert [trial.state for trial in study.cells()[key].trials] == [
+        TrialState.COMPLETE,
+        TrialState.FAIL,
+    ]
+
+
+def test_second_trial_of_a_cell_replaces_a_failed_first(study):
+    key = study.plan.keys[0]
+    duplicate(study, key)
+    fail(study, take(study))
     assert len(study.cells()[key].trials) == 2
+    assert key in [key_of(take(study)) for _ in range(3)]
 
 
-def test_a_dead_worker_gives_its_cell_back(study):
-    watch = Deaths()
-    claim = study.claim("a")
-    study.bury(watch)
-    assert study.claimed_by("a").key == claim.key
-    watch.dead.add("a")
-    study.bury(watch)
-    study.top_up()
-    assert study.claimed_by("a") is None
-    again = study.claim("b")
-    assert again.key == claim.key
-    assert again.errors == 0
+def test_result_of_a_failed_trial_is_refused(study):
+    late = take(study)
+    fail(study, late)
+    for _ in range(2):
+        take(study)
+    again = take(study)
+    assert key_of(again) == key_of(late)
+    with pytest.raises(UpdateFinishedTrialError):
+        late.set_user_attr("record", record(key_of(late)))
+    with pytest.raises(ValueError, match="Cannot tell a FAIL trial"):
+        study.optuna.tell(late, [1.0, 1.0])
+    study.end(late, TrialState.FAIL, error="too late as well")
+    complete(study, again)
+    assert complete_trials(study)[key_of(again)] == 1
+    assert study.cells()[key_of(again)].errors == []
 
 
-def test_one_that_was_held_for_dead_is_refused(study):
-    watch = Deaths()
-    late = study.claim("a")
-    watch.dead.add("a")
-    study.bury(watch)
-    study.top_up()
-    claim = study.claim("b")
-    with pytest.raises(LostError):
-        study.pulse(late, 1)
-    with pytest.raises(LostError):
-        study.complete(late, record(late.key))
-    study.fail(late, "too late as well")
-    study.release(late)
-    study.complete(claim, record(claim.key))
-    assert complete_trials(study)[claim.key] == 1
-    assert study.cells()[claim.key].errors == []
+def test_trials_of_other_programs_are_not_run(study):
+    for _ in range(3):
+        take(study)
+    study.optuna.enqueue_trial({"x": 1.0})
+    assert take(study) is None
 
 
-def test_one_that_died_with_its_work_done_keeps_it(storage, study):
-    claim = study.claim("a")
-    storage.set_trial_user_attr(claim.trial_id, "record", record(claim.key))
-    watch = Deaths()
-    watch.dead.add("a")
-    study.give_up(study.claimed_by("a"), "not this one")
-    study.bury(watch)
-    study.bury(watch)
-    assert complete_trials(study)[claim.key] == 1
-    assert study.records() == [record(claim.key)]
-
-
-def test_a_claim_that_was_never_signed_is_found(storage, study):
-    trial = study.cells()[study.plan.keys[0]].active
-    storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING)  # and then it died
-    study.bury(Deaths())
-    study.top_up()
-    assert study.claim("b").key == study.plan.keys[0]
-
-
-def test_a_cell_that_raises_is_given_up_after_three_attempts(study):
+def test_cell_that_raises_is_given_up_after_three_attempts(study):
     key = study.plan.keys[0]
+    others = []
     for attempt in range(ATTEMPTS):
-        claim = study.claim("a")
-        assert (claim.key, claim.errors) == (key, attempt)
+        while key_of(trial := take(study)) != key:
+            others.append(trial)
+        assert len(study.cells()[key].errors) == attempt
         assert not study.cells()[key].failed
-        study.fail(claim, f"error {attempt}")
-        study.top_up()
+        fail(study, trial, error=f"error {attempt}")
     cell = study.cells()[key]
     assert cell.failed
     assert cell.finished
     assert cell.errors == ["error 0", "error 1", "error 2"]
-    assert study.claim("a").key != key
-    study.retry_failed()
+    assert take(study) is None
+    study.top_up(retry_failed=True)
     assert not study.cells()[key].failed
-    claim = next(claim for claim in iter(lambda: study.claim("a"), None) if claim.key == key)
-    study.fail(claim, "again")
+    fail(study, take(study), error="again")
     assert study.cells()[key].failed
-    study.retry_failed()
-    study.complete(study.claim("a"), record(key))
+    study.top_up(retry_failed=True)
+    complete(study, take(study))
     assert complete_trials(study)[key] == 1
     assert not study.cells()[key].failed
 
 
-def test_what_has_a_checkpoint_here_comes_first_and_elsewhere_last(storage, study):
-    there = SweepStudy(storage, "s", grid(), "there")
-    first, second = study.claim("a"), there.claim("b")
-    study.release(first)
-    there.release(second)
-    fresh = study.plan.keys[2]
-    assert [study.claim("a").key for _ in range(3)] == [first.key, fresh, second.key]
-
-
-def test_a_study_is_started_once(storage, study):
-    with pytest.raises(StudyError, match=r"there already \(0 of 3 runs finished\): give --resume"):
-        SweepStudy.open(storage, "s", grid(), "here", resume=False)
-    again = SweepStudy.open(storage, "s", grid(), "here", resume=True)
+def test_existing_study_needs_resume(storage, study):
+    with pytest.raises(StudyError, match=r"exists \(0 of 3 runs finished\): give --resume"):
+        SweepStudy.open(storage, "s", grid(), resume=False)
+    again = SweepStudy.open(storage, "s", grid(), resume=True)
     assert [len(cell.trials) for cell in again.cells().values()] == [1, 1, 1]
-    while (claim := again.claim("a")) is not None:
-        again.complete(claim, record(claim.key))
-    with pytest.raises(StudyError, match=r"there already \(finished\)"):
-        SweepStudy.open(storage, "s", grid(), "here", resume=False)
+    for _ in range(3):
+        complete(again, take(again))
+    with pytest.raises(StudyError, match=r"exists \(finished\)"):
+        SweepStudy.open(storage, "s", grid(), resume=False)
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_study_of_other_settings(storage, study, resume):
-    told = r"other settings: lam was 0.01 0.02 0.03 and is now 0.01 0.05. .*--resume.*--out"
-    with pytest.raises(StudyError, match=told):
-        SweepStudy.open(storage, "s", grid((0.01, 0.05)), "here", resume=resume)
+def test_study_with_another_plan_is_refused(storage, study, resume):
+    message = r"other settings: lam was 0.01 0.02 0.03 and is now 0.01 0.05. .*--resume.*--out"
+    with pytest.raises(StudyError, match=message):
+        SweepStudy.open(storage, "s", grid((0.01, 0.05)), resume=resume)
     assert [len(cell.trials) for cell in study.cells().values()] == [1, 1, 1]
-    assert len(study._trials()) == 3
-    SweepStudy.open(storage, "s", grid((0.03, 0.02, 0.01)), "here", resume=True)  # the same
+    assert len(study.trials()) == 3
+    SweepStudy.open(storage, "s", grid((0.03, 0.02, 0.01)), resume=True)  # the same cells
 
 
-def test_a_study_of_someone_else(storage):
+def test_study_of_another_program_is_refused(storage):
     theirs = optuna.create_study(storage=storage, study_name="s", directions=["maximize"] * 2)
     theirs.add_trial(optuna.trial.create_trial(values=[1.0, 2.0]))
-    with pytest.raises(StudyError, match="none of pdecay sweep's: give another --study"):
-        SweepStudy.open(storage, "s", grid(), "here", resume=True)
+    with pytest.raises(StudyError, match="was not created by pdecay sweep: give another --study"):
+        SweepStudy.open(storage, "s", grid(), resume=True)
 
 
-def test_a_launcher_that_died_before_it_had_added_anything(storage):
-    storage.create_new_study(grid().directions, "s")
+def test_resume_after_launcher_died_before_it_queued_cells(storage):
+    optuna.create_study(storage=storage, study_name="s", directions=["maximize"] * 2)
     with pytest.raises(StudyError, match="0 of 3 runs finished"):
-        SweepStudy.open(storage, "s", grid(), "here", resume=False)
-    study = SweepStudy.open(storage, "s", grid(), "here", resume=True)
+        SweepStudy.open(storage, "s", grid(), resume=False)
+    study = SweepStudy.open(storage, "s", grid(), resume=True)
     assert [len(cell.trials) for cell in study.cells().values()] == [1, 1, 1]
 
 
-def test_a_launcher_that_died_while_it_added(storage, study):
+def test_resume_after_launcher_died_while_it_queued_cells(storage, study, monkeypatch):
     other = grid(tuple(0.001 * k for k in range(1, 30)))
-    storage.create_new_study(other.directions, "half")
-    SweepStudy(storage, "half", other, "here")._settle_plan()  # the plan and the first cell
-    again = SweepStudy.open(storage, "half", other, "here", resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(SweepStudy, "top_up", lambda study: None)
+        SweepStudy.open(storage, "half", other, resume=False)  # adds the first cell only
+    again = SweepStudy.open(storage, "half", other, resume=True)
     assert [len(cell.trials) for cell in again.cells().values()] == [1] * 29
 
 
-def test_of_two_unlike_plans_at_once_the_second_knows(storage):
+def test_of_two_plans_that_start_at_once_the_second_is_refused(storage, monkeypatch):
     one, other = grid(), grid((0.05, 0.06))
-    storage.create_new_study(one.directions, "s")
-    first, second = (SweepStudy(storage, "s", plan, "here") for plan in (one, other))
-    first._trials = second._trials = list  # both look before either has added anything
-    for study in (first, second):
-        about = study.plan.description
-        storage.set_study_user_attr(study._study_id, f"plan {study._digest}", about)
-    first._add(first.cells()[one.keys[0]])
-    del first._trials
-    add = second._add
-
-    def add_and_see(cell):
-        trial = add(cell)
-        del second._trials
-        return trial
-
-    second._add = add_and_see
-    with pytest.raises(StudyError, match=r"lam was .* and is now "):
-        second._settle_plan()
+    first = SweepStudy.open(storage, "s", one, resume=False)
+    trials = SweepStudy.trials
+    empty = iter([[]])  # the second launcher looks before the first has queued anything
+    with monkeypatch.context() as patch:
+        patch.setattr(SweepStudy, "trials", lambda study: next(empty, None) or trials(study))
+        with pytest.raises(StudyError, match=r"lam was .* and is now "):
+            SweepStudy.open(storage, "s", other, resume=True)
     first.top_up()
     assert [len(cell.trials) for cell in first.cells().values()] == [1, 1, 1]
-    assert first.claim("a").key == one.keys[0]
+    assert key_of(take(first)) == one.keys[0]
+    waiting = [t for t in first.trials() if t.state == TrialState.WAITING]
+    assert {key_of(trial) for trial in waiting} == set(one.keys[1:])
 
 
 class Sweeps(RuleBasedStateMachine):
-    """Workers and launchers in any order of events that can befall them."""
+    """Workers and launchers in any order of events."""
 
     def __init__(self):
         super().__init__()
-        self.storage = InMemoryStorage()
-        self.study = SweepStudy.open(self.storage, "s", grid(), "here", resume=False)
-        self.watch = Deaths()
-        self.claims = []  # of workers that live, and of those that only seem dead
-        self.born = 0
+        self.study = SweepStudy.open(InMemoryStorage(), "s", grid(), resume=False)
+        self.taken = []  # trials that live workers run, also those that were failed meanwhile
 
     @rule()
-    def claim(self):
-        self.born += 1
-        claim = self.study.claim(f"worker {self.born}")
-        if claim is not None:
-            self.claims.append((f"worker {self.born}", claim))
+    def take(self):
+        trial = take(self.study)
+        if trial is not None:
+            self.taken.append(trial)
 
     @rule(which=st.integers(0, 9))
-    def die_between_claiming_and_signing(self, which):
-        waiting = [
-            cell.active
-            for cell in self.study.cells().values()
-            if not cell.done and cell.active and cell.active.state == TrialState.WAITING
-        ]
-        if waiting:
-            trial = waiting[which % len(waiting)]
-            self.storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING)
+    def fail_trial_of_slow_worker(self, which):
+        if self.taken:
+            self.study.end(self.taken[which % len(self.taken)], TrialState.FAIL)
 
     @rule(which=st.integers(0, 9))
-    def seem_dead(self, which):
-        if self.claims:
-            self.watch.dead.add(self.claims[which % len(self.claims)][0])
-
-    @rule(which=st.integers(0, 9))
-    def die(self, which):
-        if self.claims:
-            self.watch.dead.add(self.claims.pop(which % len(self.claims))[0])
-
-    @rule(which=st.integers(0, 9))
-    def die_before_the_last_word(self, which):
-        if self.claims:
-            name, claim = self.claims.pop(which % len(self.claims))
-            self.watch.dead.add(name)
-            with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
-                self.storage.set_trial_user_attr(claim.trial_id, "record", record(claim.key))
+    def fail_trial_of_dead_worker(self, which):
+        if self.taken:
+            self.study.end(self.taken.pop(which % len(self.taken)), TrialState.FAIL)
 
     @rule(which=st.integers(0, 9))
     def complete(self, which):
-        if self.claims:
-            _, claim = self.claims.pop(which % len(self.claims))
-            with contextlib.suppress(LostError):
-                self.study.complete(claim, record(claim.key))
-
-    @rule(which=st.integers(0, 9))
-    def release(self, which):
-        if self.claims:
-            self.study.release(self.claims.pop(which % len(self.claims))[1])
+        if self.taken:
+            with contextlib.suppress(UpdateFinishedTrialError):
+                complete(self.study, self.taken.pop(which % len(self.taken)))
 
     @rule(which=st.integers(0, 2))
-    def add_what_another_has_just_added(self, which):
+    def queue_cell_twice(self, which):
         key = self.study.plan.keys[which]
         if not self.study.cells()[key].done:
-            self.study._add(self.study.cells()[key])
-
-    @rule()
-    def bury(self):
-        self.study.bury(self.watch)
+            duplicate(self.study, key)
 
     @rule()
     def top_up(self):
         self.study.top_up()
 
     @invariant()
-    def nothing_is_complete_twice(self):
+    def no_cell_is_complete_twice(self):
         assert max(complete_trials(self.study).values()) <= 1
 
     def teardown(self):
-        self.watch.dead.update(name for name, _ in self.claims)  # whoever is left dies, too
-        self.study.bury(self.watch)
+        for trial in self.taken:
+            self.study.end(trial, TrialState.FAIL)
         self.study.top_up()
-        while (claim := self.study.claim("last")) is not None:
-            self.study.complete(claim, record(claim.key))
+        while self.study.has_waiting():
+            if (trial := take(self.study)) is not None:
+                complete(self.study, trial)
             self.study.top_up()
         assert set(complete_trials(self.study).values()) == {1}
         assert [one["id"] for one in self.study.records()] == sorted(self.study.plan.keys)
-        active = (TrialState.WAITING, TrialState.RUNNING)
-        assert not [trial for trial in self.study._trials() if trial.state in active]
+        assert all(trial.state.is_finished() for trial in self.study.trials())
 
 
 TestSweeps = Sweeps.TestCase

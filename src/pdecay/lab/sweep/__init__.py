@@ -1,8 +1,15 @@
-"""Sweeps: many runs of the lab on one or many machines, each of them once, whoever dies."""
+"""Sweeps: many training runs as one Optuna study, on one machine or on many.
+
+A plan (`Grid` or `Search`) lists the runs, called *cells*. `study.py` keeps one Optuna trial in the
+queue for each unfinished cell. Worker processes (`worker.py`) take trials from the queue with
+``study.optimize`` and train them. The launcher (`launcher.py`) starts the workers and replaces
+those that die; its monitor (`monitor.py`) fails the trials of dead workers, queues their cells
+again and writes ``records.jsonl``. `storage.py` opens the journal file or the database.
+"""
 
 from __future__ import annotations
 
-from pdecay.lab.sweep.grid import Grid
+from pdecay.lab.sweep.grid import Grid, read_grids
 from pdecay.lab.sweep.launcher import Outcome, SweepError, SweepStoppedError, sweep
 from pdecay.lab.sweep.plan import OBJECTIVES, Plan, PlanError
 from pdecay.lab.sweep.search import SAMPLERS, Range, Search
@@ -22,5 +29,6 @@ __all__ = [
     "StudyError",
     "SweepError",
     "SweepStoppedError",
+    "read_grids",
     "sweep",
 ]

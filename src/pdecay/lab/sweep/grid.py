@@ -1,41 +1,40 @@
-"""Grids: every value of each option with every value of the others."""
+"""Grids: every combination of the values of each setting."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
 from pdecay.lab.sweep.plan import (
-    Ask,
     Axes,
     Plan,
     PlanError,
+    Sample,
     axes_of,
     check_axes,
+    describe_axes,
 )
 from pdecay.lab.sweep.view import label
+from pdecay.lab.train.records import run_id
 from pdecay.lab.train.training import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid(Plan):
-    """The cells of one or more grids, each once.
+    """The cells of one or more grids, without duplicates.
 
-    A method takes the options that it has: AdamW is not repeated for each p.
+    A method takes only the options that it has: AdamW is not repeated for each p.
 
     Args:
-        grids: of each grid, the values of each name: ``method``, ``lr``, ``seed``, ``steps`` and
-            the methods' options. What is not named is as the task and the method have it.
+        grids: for each grid, the values of ``method``, ``lr``, ``seed``, ``steps`` and the
+            methods' options. Missing names take the defaults of the task and the method.
 
     Example:
         >>> axes = {"method": ["adamw", "padam"], "p": [0.5, 0.8], "seed": [0, 1]}
@@ -54,79 +53,104 @@ class Grid(Plan):
 
     @functools.cached_property
     def cells(self) -> dict[str, Settings]:
-        """All runs by their ids, in the order in which they are named."""
-        cells = (settings for axes in self.grids for settings in self._expand(axes))
-        return {settings.id: settings for settings in cells}
+        """The settings of all cells by run id."""
+        return {settings.id: settings for axes in self.grids for settings in self._expand(axes)}
 
     @property
     def keys(self) -> Sequence[str]:
         return list(self.cells)
 
     @property
-    def identity(self) -> dict[str, Any]:
-        return {"kind": "grid", "objective": self.objective, "cells": sorted(self.cells)}
+    def identity(self) -> str:
+        return run_id({"objective": self.objective, "cells": sorted(self.cells)})
 
     @property
-    def description(self) -> dict[str, Any]:
-        return {
-            "kind": "grid",
-            "task": self.task,
-            "scale": self.scale,
-            "objective": self.objective,
-            "grids": [{name: list(values) for name, values in axes.items()} for axes in self.grids],
-        }
+    def description(self) -> dict[str, str]:
+        about = {"task": self.task, "scale": self.scale, "objective": self.objective}
+        for number, axes in enumerate(self.grids, start=1):
+            about |= describe_axes(axes, f"grid {number}'s " if len(self.grids) > 1 else "")
+        return about
 
-    def parameters(self, key: str) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-        """All that varies over the cells, so that Optuna's own plots of the study say something."""
+    def settings(self, key: str, sample: Sample) -> Settings:
+        return self.cells[key]
+
+    def label(self, key: str) -> str:
+        return label(self.cells[key].to_dict())
+
+    def params(self, key: str) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+        """Return the settings that vary over the grid, which Optuna's plots show."""
         params = {
             name: value
-            for name, value in _parameters(self.cells[key]).items()
+            for name, value in _flat(self.cells[key]).items()
             if name in self._distributions
         }
         return params, {name: self._distributions[name] for name in params}
-
-    def settings(self, key: str, ask: Ask) -> Settings:
-        return self.cells[key]
-
-    def name(self, key: str) -> str:
-        return label(self.cells[key].to_dict())
 
     def _expand(self, axes: Axes) -> Iterator[Settings]:
         check_axes(axes)
         for method in axes["method"]:
             own = axes_of(method, axes)
             for values in itertools.product(*own.values()):
-                chosen = dict(zip(own, values, strict=True))
-                try:
-                    yield Settings.of(self.task, method, scale=self.scale, **chosen)
-                except (TypeError, ValueError) as error:
-                    raise PlanError(str(error)) from None
+                yield self.make_settings(method, dict(zip(own, values, strict=True)))
 
     @functools.cached_property
     def _distributions(self) -> dict[str, BaseDistribution]:
         seen: dict[str, set[Any]] = {}
         for settings in self.cells.values():
-            for name, value in _parameters(settings).items():
+            for name, value in _flat(settings).items():
                 seen.setdefault(name, set()).add(value)
         return {name: _distribution(values) for name, values in seen.items() if len(values) > 1}
 
 
-def _parameters(settings: Settings) -> dict[str, Any]:
-    plain = settings.to_dict()
-    return {
-        "method": plain["method"],
-        "lr": plain["lr"],
-        "seed": plain["seed"],
-        "steps": plain["steps"],
-        **plain["options"],
-    }
+def _flat(settings: Settings) -> dict[str, Any]:
+    shared = {name: getattr(settings, name) for name in ("method", "lr", "seed", "steps")}
+    return {**shared, **settings.options}
 
 
-def _distribution(values: Iterable[Any]) -> BaseDistribution:
-    kinds = {type(value) for value in values}
-    if kinds == {float}:
+def _distribution(values: Collection[Any]) -> BaseDistribution:
+    if all(type(value) in (int, float) for value in values):
         low, high = min(values), max(values)
         return FloatDistribution(low, high, log=low > 0 and high >= 10 * low)
-    if kinds == {int}:
-        return IntDistribution(min(values), max(values))
     return CategoricalDistribution(sorted(values, key=lambda value: (str(type(value)), value)))
+
+
+def read_grids(path: Path) -> list[dict[str, list[Any]]]:
+    """Read grids from a TOML file; values above the first grid apply to all grids.
+
+    .. code-block:: toml
+
+        seed = [0, 1]
+
+        [[grid]]
+        method = "adamw"
+        lr = [3e-3, 1e-2]
+
+        [[grid]]
+        method = "padam"
+        lam = [0.01, 0.03]
+
+    Raises:
+        PlanError: the file cannot be read, or is not such a file.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} is not TOML: {error}") from None
+    grids = content.pop("grid", None)
+    if not isinstance(grids, list) or not all(isinstance(grid, Mapping) for grid in grids):
+        raise PlanError(f"{path} has no grids: start each grid with a line [[grid]]")
+    return [
+        {name: _values(path, name, value) for name, value in {**content, **grid}.items()}
+        for grid in grids
+    ]
+
+
+def _values(path: Path, name: str, value: object) -> list[Any]:
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, str | bool | int | float) for one in values):
+        raise PlanError(
+            f"{path}: {name} must be a number, a string or a list of them, got {value!r}"
+        )
+    return values

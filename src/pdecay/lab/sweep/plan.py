@@ -1,44 +1,43 @@
-"""What a sweep runs: cells that are known beforehand (a grid) or asked of a sampler (a search)."""
+"""Plans: the cells of a sweep, known in advance (`Grid`) or chosen by a sampler (`Search`)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
-from optuna.study import StudyDirection
 from optuna.trial import Trial
 
 from pdecay.lab import methods
 from pdecay.lab.train.records import Record
 from pdecay.lab.train.training import Settings
 
-# What a study maximises, in the names of a record's results.
+# The results that a study maximises, by their names in a record.
 OBJECTIVES = {
     "pareto": ("accuracy", "sparsity"),
     "tradeoff": ("tradeoff",),
     "accuracy": ("accuracy",),
 }
-SHARED = ("method", "lr", "seed", "steps")  # what every run has; all else are methods' options
+SHARED = ("method", "lr", "seed", "steps")  # settings of every run; the rest are method options
 
-Axes = Mapping[str, Sequence[Any]]
-Ask = Callable[[BaseSampler], Trial]
+Axes = Mapping[str, Sequence[Any]]  # the values of each setting
+Sample = Callable[[BaseSampler], Trial]  # returns the cell's Optuna trial, bound to a sampler
 
 
 class PlanError(ValueError):
-    """A plan that cannot be run; the message says why and what to do."""
+    """A plan cannot be run; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(ABC):
-    """What to run, and what to look for.
+    """The cells of a sweep and its objective.
 
     Args:
-        task, scale: what is trained.
-        objective: one of `OBJECTIVES`.
+        task, scale: the task to train, as in :func:`pdecay.lab.tasks.task`.
+        objective: a name from `OBJECTIVES`.
     """
 
     task: str
@@ -54,46 +53,52 @@ class Plan(ABC):
     @property
     @abstractmethod
     def keys(self) -> Sequence[str]:
-        """The names of the cells, in the order in which they are to be run."""
+        """The cells' keys, in the order in which they are run."""
 
     @property
     @abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """Plain data that are equal for plans that may share a study."""
+    def identity(self) -> str:
+        """A digest that is equal for plans that may share a study."""
 
     @property
     @abstractmethod
-    def description(self) -> dict[str, Any]:
-        """The plan as the user gave it, in plain data: to say what differs from another."""
+    def description(self) -> dict[str, str]:
+        """The plan as the user gave it, for error messages."""
 
     @abstractmethod
-    def parameters(self, key: str) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-        """What Optuna is told of a cell that nobody has run yet: values and where they are from."""
+    def settings(self, key: str, sample: Sample) -> Settings:
+        """Return the settings of a cell; a search draws them from ``sample(sampler)``."""
 
-    @abstractmethod
-    def settings(self, key: str, ask: Ask) -> Settings:
-        """The run of a cell; `ask` gives its Optuna trial, for a sampler."""
+    def label(self, key: str) -> str:
+        """Return a cell's name for people."""
+        return key
 
-    @abstractmethod
-    def name(self, key: str) -> str:
-        """What to call a cell."""
-
-    @property
-    def directions(self) -> list[StudyDirection]:
-        """The objective as Optuna has it."""
-        return [StudyDirection.MAXIMIZE for _ in OBJECTIVES[self.objective]]
+    def params(self, key: str) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+        """Return the parameters that a queued trial has before it runs."""
+        return {}, {}
 
     def values(self, record: Record) -> list[float]:
-        """What a finished run is worth. One that diverged is worth nothing, zeros or not."""
+        """Return a record's objective values: zeros if the run diverged."""
         result = record["result"] if record["status"] == "ok" else {}
         return [float(result.get(name) or 0.0) for name in OBJECTIVES[self.objective]]
 
+    def make_settings(self, method: str, chosen: Mapping[str, Any]) -> Settings:
+        """Return the settings of one run, with the task's and the method's defaults.
+
+        Raises:
+            PlanError: a value is invalid.
+        """
+        try:
+            return Settings.of(self.task, method, scale=self.scale, **chosen)
+        except (TypeError, ValueError) as error:
+            raise PlanError(str(error)) from None
+
 
 def check_axes(axes: Axes) -> None:
-    """That there is a method, that each axis has values, and that each option has its method.
+    """Check that there is a method, that each axis has values, and that a method has each option.
 
     Raises:
-        PlanError: not so.
+        PlanError: a check failed.
     """
     if not axes.get("method"):
         raise PlanError("name at least one method")
@@ -110,38 +115,21 @@ def check_axes(axes: Axes) -> None:
 
 
 def axes_of(method: str, axes: Axes) -> dict[str, Sequence[Any]]:
-    """The axes that a method has a use for."""
-    options = methods.options_of(methods.find(method))
-    return {
-        name: values
-        for name, values in axes.items()
-        if name != "method" and (name in SHARED or name in options)
-    }
+    """Select the axes that apply to a method."""
+    names = (*SHARED[1:], *methods.options_of(methods.find(method)))
+    return {name: values for name, values in axes.items() if name in names}
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """What of a plan's description has changed, in words."""
-    before, after = dict(_flat(old)), dict(_flat(new))
+def describe_axes(axes: Axes, prefix: str = "") -> dict[str, str]:
+    """Return the axes as text."""
+    return {prefix + name: " ".join(map(str, values)) for name, values in axes.items()}
+
+
+def difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """Return the differences between two plans' descriptions as text."""
     changes = [
-        f"{name} was {_shown(before.get(name))} and is now {_shown(after.get(name))}"
-        for name in dict.fromkeys([*before, *after])
-        if before.get(name) != after.get(name)
+        f"{name} was {old.get(name, 'not given')} and is now {new.get(name, 'not given')}"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
     ]
-    return "; ".join(changes) or "options that it left to pdecay, which had other defaults then"
-
-
-def _flat(description: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in description.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, prefix)
-        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            for place, part in enumerate(value, start=1):
-                yield from _flat(part, f"grid {place}'s " if len(value) > 1 else "")
-        else:
-            yield prefix + name, value
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "not given"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "; ".join(changes) or "pdecay's defaults for the options that are not given changed"

@@ -1,54 +1,61 @@
-"""Where a sweep's study lives: a journal in its folder, or a database that many machines reach.
+"""Study storage: an Optuna journal file in the sweep's folder, or a database for many machines.
 
-Optuna does the storing. What is added here is what killed processes need. Optuna's own locks on a
-journal are files that stay behind a kill, to be broken by force after half a minute; and a line
-that was cut off in its middle makes the whole journal unreadable once another line follows it.
+Optuna's journal does not survive a SIGKILL: its lock file stays behind, and a half-written line
+makes the whole file unreadable once another line follows. `_JournalLock` solves both.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import optuna
 import sqlalchemy
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-from pdecay.lab.sweep.locks import FileLock
+from pdecay._utils.errors import root_cause
+from pdecay._utils.files import lock
 
 JOURNAL = "study.log"
 
 _ATTEMPTS = 8  # at the tables of a new database
-_CHUNK = 1 << 16
 
 
 class StorageError(Exception):
-    """The study's storage cannot be used; the message says why and what to do."""
+    """The study's storage cannot be opened; the message says why and what to do."""
 
 
 @contextmanager
-def open_storage(url: str | None, folder: Path) -> Iterator[BaseStorage]:
-    """The storage at a URL; without one, the journal in a sweep's folder."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it reports each study that it makes
+def open_storage(url: str | None, folder: Path, grace: float = 90.0) -> Iterator[BaseStorage]:
+    """Open the database at a URL; without a URL, the journal in a sweep's folder.
+
+    Args:
+        url: the database, such as ``postgresql://user@host/name``.
+        folder: the sweep's folder.
+        grace: seconds without a heartbeat after which a database reports a trial as stale.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # failed trials are logged as warnings
     if url is None:
         yield open_journal(folder)
         return
-    database = _open_database(with_driver(url))
+    database = _open_database(with_driver(url), grace)
     try:
-        # get_storage keeps finished trials in memory, where a bare RDBStorage reads them each time
+        # get_storage adds a cache of finished trials.
         yield optuna.storages.get_storage(database)
     finally:
         database.engine.dispose()
 
 
 def with_driver(url: str) -> str:
-    """The URL with the driver that our extra installs, where it names none.
+    """Add the driver of the ``postgres`` extra to a URL that names none.
 
     Example:
         >>> with_driver("postgresql://me@db.example.org/sweeps")
@@ -57,8 +64,8 @@ def with_driver(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     if not separator:
         raise StorageError(
-            f"--storage must be a database's URL, such as postgresql://user@host/name, got "
-            f"{url!r}; leave it out for a journal file in the --out folder"
+            f"--storage must be a database URL, such as postgresql://user@host/name, got {url!r}; "
+            "leave it out for a journal file in the --out folder"
         )
     if scheme in ("postgresql", "postgres"):
         scheme = "postgresql+psycopg"
@@ -66,126 +73,84 @@ def with_driver(url: str) -> str:
 
 
 def open_journal(folder: Path) -> BaseStorage:
-    """The journal in a sweep's folder."""
+    """Open the journal in a sweep's folder."""
     path = folder / JOURNAL
     try:
         return JournalStorage(JournalFileBackend(str(path), lock_obj=_JournalLock(path)))
     except (ValueError, KeyError) as error:
         raise StorageError(
-            f"{path} is no Optuna journal, or was altered ({error!r}): give another --out"
+            f"{path} is not an Optuna journal, or was altered ({error!r}): give another --out"
         ) from None
 
 
 class _JournalLock(JournalFileOpenLock):
-    """A lock that no kill leaves behind, and that mends the journal before it is written to.
-
-    A line without its end was not finished by its writer and is not seen by readers: it goes.
-    """
+    """A lock that ends with its process, and that removes a half-written last line."""
 
     def __init__(self, path: Path) -> None:
-        self._journal = path
-        self._lock = FileLock(path.with_name(f"{path.name}.lock"))
+        self._path = path
+        self._held = ExitStack()
 
     def acquire(self) -> bool:
-        self._lock.acquire()
-        try:
-            _drop_torn_line(self._journal)
-        except BaseException:
-            self._lock.release()
-            raise
+        self._held.enter_context(lock(self._path.parent, f"{self._path.name}.lock", wait=True))
+        with open(self._path, "rb+") as file:
+            if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) and file.read() != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
         return True
 
     def release(self) -> None:
-        self._lock.release()
-
-
-def _drop_torn_line(path: Path) -> None:
-    with open(path, "rb+") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        length = 1  # nearly always, the last byte ends the last line
-        while end > 0:
-            start = max(0, end - length)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end, length = start, _CHUNK
-        if end < size:
-            file.truncate(end)
-
-
-def _open_database(url: str) -> RDBStorage:
-    options: dict[str, Any] = {"pool_pre_ping": True}  # a connection may have been cut meanwhile
-    if url.startswith("sqlite"):
-        options["connect_args"] = {"timeout": 60}  # seconds to wait for one's turn
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            storage = _Database(url, engine_kwargs=options)
-        except (ImportError, ValueError, sqlalchemy.exc.ArgumentError) as error:
-            raise StorageError(f"{_told(url, error)}: {_cure(error)}") from None
-        except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-            # Launchers that make the tables at once get into each other's way, and find them made
-            # a moment later. A server that does not answer says so the first time.
-            if attempt == _ATTEMPTS or isinstance(error, sqlalchemy.exc.OperationalError):
-                raise StorageError(f"{_told(url, error)}: {_cure(error)}") from None
-            time.sleep(random.uniform(0.1, 0.5))
-        else:
-            if storage.engine.name == "sqlite":
-                _take_turns(storage)
-            return storage
-    raise AssertionError("the last attempt returns or raises")
+        self._held.close()
 
 
 class _Database(RDBStorage):
-    """A database whose connections are closed also if it cannot be used."""
+    """A database that closes its connections on errors and tolerates missed heartbeats."""
 
-    def __init__(self, url: str, engine_kwargs: dict[str, Any]) -> None:
+    def __init__(self, url: str, grace: float) -> None:
+        seconds = max(2, math.ceil(grace))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            try:
+                super().__init__(
+                    url,
+                    engine_kwargs={"pool_pre_ping": True},  # connections may have been cut
+                    heartbeat_interval=max(1, seconds // 6),
+                    grace_period=seconds,
+                )
+            except BaseException:
+                if hasattr(self, "engine"):
+                    self.engine.dispose()
+                raise
+
+    def record_heartbeat(self, trial_id: int) -> None:
+        # An error would end Optuna's heartbeat thread; the next heartbeat may succeed.
+        with suppress(StorageInternalError):
+            super().record_heartbeat(trial_id)
+
+
+def _open_database(url: str, grace: float) -> RDBStorage:
+    for attempt in range(1, _ATTEMPTS + 1):
         try:
-            super().__init__(url, engine_kwargs=engine_kwargs)
-        except BaseException:
-            if hasattr(self, "engine"):
-                self.engine.dispose()
-            raise
+            return _Database(url, grace)
+        except (ImportError, ValueError, sqlalchemy.exc.ArgumentError) as error:
+            raise StorageError(_explain(url, error)) from None
+        except (sqlalchemy.exc.SQLAlchemyError, StorageInternalError) as error:
+            # Launchers that create the tables at the same time disturb each other: retry. A
+            # server that does not answer is reported at once.
+            if attempt == _ATTEMPTS or isinstance(error, sqlalchemy.exc.OperationalError):
+                raise StorageError(_explain(url, error)) from None
+            time.sleep(random.uniform(0.1, 0.5))
+    raise AssertionError("the last attempt returns or raises")
 
 
-def _take_turns(storage: RDBStorage) -> None:
-    """Lock an SQLite file when a transaction begins, not when it first writes.
-
-    Without it two workers may both read that a trial waits, and both claim it.
-    """
-
-    @sqlalchemy.event.listens_for(storage.engine, "connect")
-    def _leave_transactions_to_us(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None
-
-    @sqlalchemy.event.listens_for(storage.engine, "begin")
-    def _begin(connection: Any) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-    storage.engine.dispose()  # connections from before know nothing of this
-
-
-def reason(error: BaseException) -> str:
-    """Why a storage failed, in one line: the driver's words under all that is wrapped around."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0]
-
-
-def _told(url: str, error: Exception) -> str:
-    """An error, without the password."""
+def _explain(url: str, error: Exception) -> str:
+    """Return the reason and the remedy in one line, without the password in the URL."""
     try:
         shown = sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)
     except (ValueError, sqlalchemy.exc.ArgumentError):
         shown = url.partition("://")[0] + "://..."
-    return f"--storage {shown}: {reason(error)}"
-
-
-def _cure(error: Exception) -> str:
+    remedy = "check that the server is up and that the database exists"
     if isinstance(error, ImportError):
-        return "install its driver (PostgreSQL: pip install 'pdecay[postgres]')"
-    if isinstance(error, ValueError | sqlalchemy.exc.ArgumentError):
-        return "a URL looks like postgresql://user:password@host:5432/name"
-    return "is the server up, and does the database exist?"
+        remedy = "install its driver (PostgreSQL: pip install 'pdecay[postgres]')"
+    elif isinstance(error, ValueError | sqlalchemy.exc.ArgumentError):
+        remedy = "a URL looks like postgresql://user:password@host:5432/name"
+    return f"--storage {shown}: {root_cause(error)}: {remedy}"

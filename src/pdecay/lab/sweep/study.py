@@ -1,53 +1,41 @@
-"""Who runs which cell of a sweep: claims on an Optuna study that outlive every death.
+"""The queue of a sweep: for each unfinished cell, one waiting or running trial in an Optuna study.
 
-A cell is one thing to run; each attempt at it is a trial that bears the cell's key. The storages
-have no locks for us to share, but they keep three promises: trials are numbered in the order of
-their creation; a waiting trial is claimed by one worker only; a trial that has ended stays as it
-is. Two rules on top of these give each cell exactly one complete trial:
+Optuna guarantees that trials are numbered in the order of their creation and that a finished trial
+never changes. Two rules on top of it give each cell exactly one complete trial:
 
-1. A worker claims a trial only if no other trial of its cell is complete, and none of a lower
-   number is waiting or running. This never turns false later: numbers grow, and ends are final.
-   So two launchers may add a trial for the same cell: the later one is not run.
-2. The trial of a dead worker is failed; a cell that has no waiting, running or complete trial gets
-   a new one. Anyone may do either at any time, also twice. Where the worker was not dead but slow,
-   its result is refused, for its trial has ended.
+1. `SweepStudy.is_current`: a worker runs a trial only if its cell has no complete trial and no
+   waiting or running trial with a lower number. So two launchers may queue the same cell at once.
+2. `SweepStudy.top_up`: a cell without a waiting, running or complete trial gets a new one.
 
-A wrong guess about who is alive costs time, never a record.
+A trial of a dead worker is failed (by its launcher, or by Optuna's heartbeat). If that worker was
+only slow, Optuna refuses its result. A wrong guess costs time, but never a record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
 from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
-from optuna.samplers import BaseSampler
+from optuna.samplers import BaseSampler, RandomSampler
 from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from pdecay.lab.sweep.plan import Plan, difference
-from pdecay.lab.sweep.watch import Watch, worker_of
-from pdecay.lab.train.records import Record, run_id
-from pdecay.lab.train.training import Settings
+from pdecay.lab.sweep.plan import OBJECTIVES, Plan, difference
+from pdecay.lab.train.records import Record
 
 ATTEMPTS = 3  # at a cell that raises
-
-_ACTIVE = (TrialState.WAITING, TrialState.RUNNING)
 
 
 class StudyError(Exception):
     """A study cannot be started or joined; the message says why and what to do."""
 
 
-class LostError(Exception):
-    """A claim is no longer ours: we were held for dead, and someone else has it."""
-
-
 @dataclass
 class Cell:
-    """All attempts at one cell, by their numbers."""
+    """All trials of one cell, by number."""
 
     key: str
     trials: list[FrozenTrial] = field(default_factory=list)
@@ -59,290 +47,170 @@ class Cell:
 
     @property
     def active(self) -> FrozenTrial | None:
-        """The trial that waits or runs; where there are several, the only one that matters."""
-        return next((t for t in self.trials if t.state in _ACTIVE), None)
+        """The first trial that waits or runs."""
+        return next((t for t in self.trials if not t.state.is_finished()), None)
 
     @property
     def errors(self) -> list[str]:
-        """What the attempts that raised have said."""
+        """The tracebacks of the attempts that raised."""
         return [t.user_attrs["error"] for t in self.trials if "error" in t.user_attrs]
 
     @property
     def failed(self) -> bool:
-        """Whether it was given up."""
-        given_up = any("given_up" in trial.user_attrs for trial in self.trials)
-        return given_up and self.done is None and self.active is None
+        """Whether the cell was given up."""
+        give_up = any("give_up" in t.user_attrs for t in self.trials)
+        return not (self.done or self.active) and (give_up or len(self.errors) >= ATTEMPTS)
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether nothing is left to do."""
         return self.done is not None or self.failed
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A trial that one worker runs.
-
-    Args:
-        key: of its cell.
-        trial_id: what the storage calls it.
-        errors: how many attempts at the cell have raised before.
-    """
-
-    key: str
-    trial_id: int
-    errors: int
-
-
 class SweepStudy:
-    """The cells of a plan, in an Optuna study that exists.
+    """The cells of a plan in an existing Optuna study.
 
     Args:
-        storage: where the study is.
+        storage: the study's storage.
         name: the study's name there.
-        plan: what is to be run.
-        home: names the folder of the runs, among all that take part in the study.
+        plan: the plan.
     """
 
-    def __init__(self, storage: BaseStorage, name: str, plan: Plan, home: str) -> None:
-        self.name = name
+    def __init__(self, storage: BaseStorage, name: str, plan: Plan) -> None:
         self.plan = plan
-        self._storage = storage
-        self._home = home
-        self._study_id = storage.get_study_id_from_name(name)
-        self._digest = run_id(plan.identity)
+        self.storage = storage
+        # Searches bind their own sampler to each trial; this one draws nothing.
+        self.optuna = optuna.load_study(study_name=name, storage=storage, sampler=RandomSampler())
 
     @classmethod
-    def open(
-        cls, storage: BaseStorage, name: str, plan: Plan, home: str, *, resume: bool
-    ) -> SweepStudy:
-        """Start a study; with `resume`, go on with the one that is there or join it.
+    def open(cls, storage: BaseStorage, name: str, plan: Plan, *, resume: bool) -> SweepStudy:
+        """Create a study and queue its cells; with `resume`, continue or join an existing one.
 
         Raises:
-            StudyError: it is there and `resume` was not given, or it is of another plan.
+            StudyError: the study exists and `resume` is False, or it has another plan.
         """
         try:
-            storage.create_new_study(plan.directions, name)
+            storage.create_new_study(
+                [StudyDirection.MAXIMIZE] * len(OBJECTIVES[plan.objective]), name
+            )
         except DuplicatedStudyError:
             if not resume:
-                there = cls(storage, name, plan, home)
-                there._check_plan()
+                existing = cls(storage, name, plan)
+                existing.check_plan()
                 raise StudyError(
-                    f"the study {name!r} is there already ({there.standing()}): give --resume to "
-                    "go on with it or to join it, or another --out to start another"
+                    f"the study {name!r} exists ({existing.standing()}): give --resume to continue "
+                    "or join it, or another --out to start a new one"
                 ) from None
-        study = cls(storage, name, plan, home)
-        study._settle_plan()
+        study = cls(storage, name, plan)
+        if not study.trials():
+            study._add(Cell(plan.keys[0]), description=plan.description)
+        study.check_plan()
         study.top_up()
         return study
 
-    def _settle_plan(self) -> None:
-        """Make the study ours, or find that it is another's: its plan is that of its first trial.
+    def check_plan(self) -> None:
+        """Check that the study has this plan: the plan of its first trial.
 
-        So one of two launchers that start at once with unlike plans comes second, and knows it.
+        The first trial decides between two launchers that start at once with different plans.
+
+        Raises:
+            StudyError: the study has another plan.
         """
-        first = None
-        if not self._trials():
-            about = self.plan.description
-            self._storage.set_study_user_attr(self._study_id, f"plan {self._digest}", about)
-            first = self._add(Cell(self.plan.keys[0]))
-        try:
-            self._check_plan()
-        except StudyError:
-            if first is not None:
-                self._end(first, TrialState.FAIL)
-            raise
-
-    def _check_plan(self) -> None:
-        trials = self._trials()
-        settled = trials[0].user_attrs.get("plan") if trials else self._digest
-        if settled == self._digest:
+        trials = self.trials()
+        if not trials or trials[0].user_attrs.get("plan") == self.plan.identity:
             return
-        theirs = self._storage.get_study_user_attrs(self._study_id).get(f"plan {settled}")
+        for trial in trials:  # a launcher that lost the race removes its own trial
+            if trial.user_attrs.get("plan") == self.plan.identity:
+                self.end(trial, TrialState.FAIL)
+        theirs = trials[0].user_attrs.get("description")
+        name = self.optuna.study_name
         if theirs is None:
             raise StudyError(
-                f"the study {self.name!r} is none of pdecay sweep's: give another --study"
+                f"the study {name!r} was not created by pdecay sweep: give another --study"
             )
         raise StudyError(
-            f"the study {self.name!r} was started with other settings: "
-            f"{difference(theirs, self.plan.description)}. To go on with it, give it those and "
-            "--resume; to start another, give another --out (pdecay report takes several folders)"
+            f"the study {name!r} was started with other settings: "
+            f"{difference(theirs, self.plan.description)}. To continue it, give its settings and "
+            "--resume; to start a new one, give another --out (pdecay report takes several folders)"
         )
 
-    # What there is
+    def trials(self) -> list[FrozenTrial]:
+        """Return all trials, also those of other programs."""
+        return self.optuna.get_trials(deepcopy=False)
 
     def cells(self) -> dict[str, Cell]:
-        """The plan's cells, in its order."""
+        """Return the plan's cells by key."""
         cells = {key: Cell(key) for key in self.plan.keys}
-        for trial in self._trials():
+        for trial in self.trials():
             key = trial.user_attrs.get("cell")
-            if trial.user_attrs.get("plan") == self._digest and key in cells:
+            if trial.user_attrs.get("plan") == self.plan.identity and key in cells:
                 cells[key].trials.append(trial)
         return cells
 
     def records(self) -> list[Record]:
-        """The record of each run that has finished anywhere, by id."""
+        """Return the records of all complete cells, by id."""
         done = (cell.done for cell in self.cells().values())
-        found = (trial.user_attrs["record"] for trial in done if trial is not None)
-        return [record for _, record in sorted({r["id"]: r for r in found}.items())]
+        found = {t.user_attrs["record"]["id"]: t.user_attrs["record"] for t in done if t}
+        return [found[key] for key in sorted(found)]
 
     def standing(self) -> str:
-        """How far it is, in words."""
-        cells = list(self.cells().values())
+        """Return the progress as text."""
+        cells = self.cells().values()
         finished = sum(cell.finished for cell in cells)
         return "finished" if finished == len(cells) else f"{finished} of {len(cells)} runs finished"
 
-    # What launchers do
+    def has_waiting(self) -> bool:
+        """Return whether the queue has trials."""
+        return bool(self.optuna.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
-    def top_up(self) -> None:
-        """Give each cell that needs one a trial to claim; take away those that none needs."""
+    def is_current(self, trial: Trial) -> bool:
+        """Return whether a worker may run a trial that it took from the queue (rule 1)."""
+        if trial.user_attrs.get("plan") != self.plan.identity:
+            return False  # Optuna adds an empty trial if the queue is empty
+        key = trial.user_attrs["cell"]
+        cell = Cell(key, [t for t in self.trials() if t.user_attrs.get("cell") == key])
+        return not cell.done and cell.active is not None and cell.active.number == trial.number
+
+    def bind(self, trial: Trial, sampler: BaseSampler) -> Trial:
+        """Return the same trial with another sampler."""
+        name = self.optuna.study_name
+        study = optuna.load_study(study_name=name, storage=self.storage, sampler=sampler)
+        return Trial(study, trial._trial_id)
+
+    def top_up(self, *, retry_failed: bool = False) -> None:
+        """Queue each cell that needs a trial (rule 2); remove waiting trials of complete cells."""
         for cell in self.cells().values():
-            if not cell.finished and cell.active is None:
+            if cell.failed if retry_failed else not (cell.finished or cell.active):
                 self._add(cell)
             for trial in cell.trials if cell.done else ():
                 if trial.state == TrialState.WAITING:
-                    self._end(trial._trial_id, TrialState.FAIL)
+                    self.end(trial, TrialState.FAIL)
 
-    def retry_failed(self) -> None:
-        """Give the cells that were given up one more attempt."""
-        for cell in self.cells().values():
-            if cell.failed:
-                self._add(cell)
-
-    def bury(self, watch: Watch) -> None:
-        """End the trials whose workers are dead; their cells will be taken up again."""
-        for trial in self._running():
-            if not watch.is_dead(trial):
-                continue
-            record = trial.user_attrs.get("record")
-            if record is None:
-                self._end(trial._trial_id, TrialState.FAIL)
-            else:  # it died with its work done
-                self._end(trial._trial_id, TrialState.COMPLETE, self.plan.values(record))
-
-    def claimed_by(self, worker: str) -> Cell | None:
-        """The cell that a worker is at."""
-        for cell in self.cells().values():
-            if cell.active is not None and worker_of(cell.active) == worker:
-                return cell
-        return None
-
-    def give_up(self, cell: Cell, error: str) -> None:
-        """Fail the trial of a dead worker for good."""
-        if cell.active is not None and "record" not in cell.active.user_attrs:
-            self._fail(cell.active._trial_id, error, for_good=True)
-
-    # What workers do
-
-    def claim(self, worker: str) -> Claim | None:
-        """A cell to run, if there is one to be had."""
-        waiting = [
-            (cell, cell.active)
-            for cell in self.cells().values()
-            if not cell.done and cell.active and cell.active.state == TrialState.WAITING
-        ]
-        # First what has a checkpoint here, last what has one elsewhere.
-        waiting.sort(key=lambda pair: self._distance(pair[1]))
-        for cell, trial in waiting:
-            trial_id = trial._trial_id
-            try:
-                if self._storage.set_trial_state_values(trial_id, TrialState.RUNNING):
-                    signed = {"name": worker, "home": self._home}
-                    self._storage.set_trial_user_attr(trial_id, "worker", signed)
-                    return Claim(cell.key, trial_id, len(cell.errors))
-            except UpdateFinishedTrialError:
-                continue
-        return None
-
-    def settings(self, claim: Claim) -> Settings:
-        """What to run for a claim."""
-
-        def ask(sampler: BaseSampler) -> Trial:
-            study = optuna.load_study(study_name=self.name, storage=self._storage, sampler=sampler)
-            return Trial(study, claim.trial_id)
-
-        return self.plan.settings(claim.key, ask)
-
-    def pulse(self, claim: Claim, count: int) -> None:
-        """Give a sign of life.
-
-        Raises:
-            LostError: too late.
-        """
+    def end(
+        self,
+        trial: FrozenTrial | Trial,
+        state: TrialState,
+        values: list[float] | None = None,
+        **attrs: Any,
+    ) -> None:
+        """Set a trial's attributes and end it, unless it has ended."""
         try:
-            self._storage.set_trial_user_attr(claim.trial_id, "pulse", count)
+            for name, value in attrs.items():
+                self.storage.set_trial_user_attr(trial._trial_id, name, value)
+            self.storage.set_trial_state_values(trial._trial_id, state, values)
         except UpdateFinishedTrialError:
-            raise LostError from None
+            pass
 
-    def complete(self, claim: Claim, record: Record) -> None:
-        """Hand in the record of a claim.
-
-        Raises:
-            LostError: it is not wanted any more.
-        """
-        try:
-            self._storage.set_trial_user_attr(claim.trial_id, "record", record)
-        except UpdateFinishedTrialError:
-            raise LostError from None
-        if not self._end(claim.trial_id, TrialState.COMPLETE, self.plan.values(record)):
-            raise LostError
-
-    def fail(self, claim: Claim, error: str) -> None:
-        """Say that a claim's run has raised; after enough attempts the cell is given up."""
-        self._fail(claim.trial_id, error, for_good=claim.errors + 1 >= ATTEMPTS)
-
-    def release(self, claim: Claim) -> None:
-        """Hand a claim back; another attempt goes on from its checkpoint."""
-        self._end(claim.trial_id, TrialState.FAIL)
-        self.top_up()
-
-    # How
-
-    def _trials(self) -> list[FrozenTrial]:
-        return self._storage.get_all_trials(self._study_id, deepcopy=False)
-
-    def _running(self) -> Iterable[FrozenTrial]:
-        return (
-            trial
-            for cell in self.cells().values()
-            for trial in cell.trials
-            if trial.state == TrialState.RUNNING
-        )
-
-    def _add(self, cell: Cell) -> int:
-        """Add a trial for a cell; what earlier attempts have sampled stays as it is."""
-        attributes: dict[str, Any] = {"plan": self._digest, "cell": cell.key}
-        params, distributions = self.plan.parameters(cell.key)
+    def _add(self, cell: Cell, **attrs: Any) -> None:
+        """Queue a cell; a search keeps the values that an earlier attempt drew."""
+        params, distributions = self.plan.params(cell.key)
         if cell.trials:
-            last = cell.trials[-1]
-            params, distributions = last.params, last.distributions
-            worker = last.user_attrs.get("worker", last.user_attrs)
-            if "home" in worker:
-                attributes["home"] = worker["home"]
-        trial = optuna.trial.create_trial(
-            state=TrialState.WAITING,
-            params=params,
-            distributions=distributions,
-            user_attrs=attributes,
+            params, distributions = cell.trials[-1].params, cell.trials[-1].distributions
+        self.optuna.add_trial(
+            optuna.trial.create_trial(
+                state=TrialState.WAITING,
+                params=params,
+                distributions=distributions,
+                user_attrs={"plan": self.plan.identity, "cell": cell.key, **attrs},
+            )
         )
-        return self._storage.create_new_trial(self._study_id, template_trial=trial)
-
-    def _distance(self, trial: FrozenTrial) -> int:
-        home = trial.user_attrs.get("home")
-        return 1 if home is None else 2 * (home != self._home)
-
-    def _fail(self, trial_id: int, error: str, *, for_good: bool) -> None:
-        try:
-            self._storage.set_trial_user_attr(trial_id, "error", error)
-            if for_good:
-                self._storage.set_trial_user_attr(trial_id, "given_up", True)
-        except UpdateFinishedTrialError:
-            return
-        self._end(trial_id, TrialState.FAIL)
-
-    def _end(self, trial_id: int, state: TrialState, values: list[float] | None = None) -> bool:
-        """End a trial; False if it has ended before."""
-        try:
-            return self._storage.set_trial_state_values(trial_id, state, values)
-        except UpdateFinishedTrialError:
-            return False

@@ -1,7 +1,4 @@
-"""What a sweep shows: a line for each worker and one for all; without a terminal, one for each run.
-
-Our own text is ASCII, so that no encoding can fail.
-"""
+"""Progress of a sweep: a bar for each worker and one for all runs; without a terminal, lines."""
 
 from __future__ import annotations
 
@@ -25,42 +22,31 @@ from pdecay.lab.train.records import Record
 
 
 def label(settings: Mapping[str, Any]) -> str:
-    """A run's settings in a few words.
+    """Return a run's settings in a few words.
 
     Example:
         >>> label({"method": "padam", "options": {"p": 0.8, "lam": 0.01}, "lr": 0.003, "seed": 0})
         'padam p=0.8 lam=0.01 lr=0.003 seed=0'
     """
     named = {**settings["options"], "lr": settings["lr"], "seed": settings["seed"]}
-    return " ".join([settings["method"], *(f"{name}={_short(v)}" for name, v in named.items())])
-
-
-def outcome(record: Record) -> str:
-    """A run's result in a few words."""
-    if record["status"] != "ok":
-        return "diverged"
-    result = record["result"]
-    return f"accuracy {result['accuracy']:.2f} %, zeros {100 * result['sparsity']:.2f} %"
+    shown = {k: f"{v:g}" if isinstance(v, float) else str(v) for k, v in named.items()}
+    return " ".join([settings["method"], *(f"{name}={text}" for name, text in shown.items())])
 
 
 class View:
-    """The sweep on a console.
+    """The progress of a sweep on a console.
 
     Args:
-        console: where.
-        workers: how many lines to keep.
-        total, finished: how many runs there are, and how many of them are over.
+        console: the console.
+        workers: the number of workers, each with a bar.
+        total: the number of runs.
     """
 
-    def __init__(self, console: Console, workers: int, total: int, finished: int) -> None:
-        self._console, self._total = console, total
-        self._moving = console.is_terminal
-        self._bars = Progress(
-            TextColumn(
-                "{task.description}",
-                markup=False,
-                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
-            ),
+    def __init__(self, console: Console, workers: int, total: int) -> None:
+        self._total = total
+        wide = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False, table_column=wide),
             BarColumn(bar_width=16),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -69,13 +55,14 @@ class View:
             console=console,
             transient=True,
             expand=True,
-            disable=not self._moving,
+            disable=not console.is_terminal,
         )
-        self._lines = [self._bars.add_task("starts", total=None) for _ in range(workers)]
-        self._all = self._bars.add_task("all runs", total=total, completed=finished)
+        add = self._progress.add_task
+        self._bars = [add("starting", total=None, visible=False) for _ in range(workers)]
+        self._all = add("all runs", total=total)
 
     def __enter__(self) -> Self:
-        self._bars.start()
+        self._progress.start()
         return self
 
     def __exit__(
@@ -84,44 +71,39 @@ class View:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bars.stop()
+        self._progress.stop()
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
-        self._bars.console.print(Text(text), soft_wrap=True)
+        """Print a line above the bars."""
+        self._progress.console.print(Text(text), soft_wrap=True)
 
-    def waits(self, worker: int) -> None:
-        """A worker has nothing to run."""
-        self._bars.update(self._lines[worker], visible=False)
-
-    def begins(self, worker: int, settings: Mapping[str, Any], step: int) -> None:
-        """A worker starts a run, or goes on with one."""
-        self._bars.reset(
-            self._lines[worker],
+    def begin(self, worker: int, settings: Mapping[str, Any], step: int) -> None:
+        """Show a run that starts or resumes."""
+        self._progress.reset(
+            self._bars[worker],
             description=label(settings),
             total=settings["steps"],
             completed=step,
             visible=True,
         )
 
-    def steps(self, worker: int, step: int) -> None:
-        """A worker's run has come so far."""
-        self._bars.update(self._lines[worker], completed=step)
+    def step(self, worker: int, step: int) -> None:
+        """Show a run's progress."""
+        self._progress.update(self._bars[worker], completed=step)
+
+    def idle(self, worker: int) -> None:
+        """Hide the bar of a worker without a run."""
+        self._progress.update(self._bars[worker], visible=False)
 
     def finished(self, count: int) -> None:
-        """So many runs are over, here and elsewhere."""
-        self._bars.update(self._all, completed=count)
+        """Show the number of finished runs, on all machines."""
+        self._progress.update(self._all, completed=count)
 
-    def ran(self, record: Record, finished: int) -> None:
-        """A run is over here."""
-        self.finished(finished)
-        width = len(str(self._total))
+    def trained(self, record: Record, finished: int) -> None:
+        """Print the result of a run."""
+        result, text = record["result"], "diverged"
+        if record["status"] == "ok":
+            text = f"accuracy {result['accuracy']:.2f} %, zeros {100 * result['sparsity']:.2f} %"
+        count = f"{finished:{len(str(self._total))}}/{self._total}"
         seconds = record["timing"]["seconds"]
-        self.say(
-            f"{finished:{width}}/{self._total}  {label(record['settings'])}: {outcome(record)} "
-            f"({seconds:.0f} s)"
-        )
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        self.say(f"{count}  {label(record['settings'])}: {text} ({seconds:.0f} s)")

@@ -1,53 +1,43 @@
-"""A worker: a process that claims cells and runs them, one after another, until none is left.
+"""Workers: processes that take trials from the queue with ``study.optimize`` and train them.
 
-It takes no orders but one: whatever comes in on its line, also the line's end when the launcher
-has died, means to stop with a checkpoint.
+A worker stops with a checkpoint as soon as anything arrives on its connection. This includes the
+end of the connection, so that the workers of a killed launcher stop too.
 """
 
 from __future__ import annotations
 
+import os
 import signal
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import OptunaError, StorageInternalError
+from optuna.trial import Trial, TrialState
 
-from pdecay.lab.sweep.locks import FileLock, Presence
+from pdecay._utils.files import LockedError
 from pdecay.lab.sweep.plan import Plan
 from pdecay.lab.sweep.storage import open_storage
-from pdecay.lab.sweep.study import Claim, LostError, SweepStudy
-from pdecay.lab.sweep.watch import PULSES
-from pdecay.lab.train.training import Settings, StoppedError, train
+from pdecay.lab.sweep.study import SweepStudy
+from pdecay.lab.train.records import Record
+from pdecay.lab.train.training import RunError, Settings, StoppedError, train
 
-_IDLE = 0.5  # seconds between two looks for something to do
-_NEWS = 0.2  # seconds between two reports of steps
-_AWAY = 2.0  # seconds between two calls to a database that does not answer
+_IDLE = 0.5  # seconds between two looks at an empty queue or a locked folder
+_RETRY = 2.0  # seconds between two calls to a database that does not answer
+_STEPS = 0.2  # seconds between two messages about a run's steps
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a launcher are told.
-
-    Args:
-        plan: what is to be run.
-        storage: the storage's URL; None for the journal in `out`.
-        study: the study's name.
-        out: the sweep's folder.
-        threads: of torch, in each worker.
-        device: where to train; None for the CPU.
-        checkpoint_every: seconds.
-        grace: seconds without a sign of life after which other machines hold a worker for dead.
-    """
+    """The launcher's settings for all of its workers; `home` names its folder in a database."""
 
     plan: Plan
     storage: str | None
@@ -59,146 +49,123 @@ class Job:
     checkpoint_every: float
     grace: float
 
-    @property
-    def workers(self) -> Path:
-        """Where the workers' locks are."""
-        return self.out / "workers"
-
     def run_folder(self, run: str) -> Path:
-        """Where the run of an id is."""
+        """Return the folder of a run."""
         return self.out / "runs" / run
 
 
-def work(job: Job, name: str, line: Connection) -> None:
-    """The life of a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which tells us
+class NotCurrentError(Exception):
+    """A trial from the queue need not be run."""
+
+
+def work(job: Job, connection: Connection) -> None:
+    """Run cells until the launcher asks to stop: the main function of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     torch.set_num_threads(job.threads)
     try:
-        _presence = Presence(job.workers, name)
-        with open_storage(job.storage, job.out) as storage:
-            study = SweepStudy(storage, job.study, job.plan, job.home)
-            _Worker(job, name, line, study).run()
+        with open_storage(job.storage, job.out, job.grace) as storage:
+            _Worker(job, connection, SweepStudy(storage, job.study, job.plan)).run()
     except Exception:
-        _send(line, ("crash", traceback.format_exc()))
+        with suppress(OSError):
+            connection.send(("crash", traceback.format_exc()))
         raise SystemExit(1) from None
 
 
 class _Worker:
-    """One worker at its work; it is the progress of its runs, too."""
+    """A worker; it also reports the progress of its current run."""
 
-    def __init__(self, job: Job, name: str, line: Connection, study: SweepStudy) -> None:
-        self._job, self._name, self._line, self._study = job, name, line, study
-        self._last_news = 0.0
+    def __init__(self, job: Job, connection: Connection, study: SweepStudy) -> None:
+        self._job, self._connection, self._study = job, connection, study
+        self._trial: Trial | None = None
+        self._last_message = 0.0
 
     def run(self) -> None:
-        while not self._line.poll():
-            claim = self._patiently(lambda: self._study.claim(self._name))
-            if claim is not None:
-                self._attempt(claim)
-            elif self._patiently(self._all_finished):
-                return
-            else:  # what others run may come back to us
-                self._tell("idle")
-                self._line.poll(_IDLE)
+        with suppress(StoppedError):
+            while not self._connection.poll():
+                if self._retry(self._study.has_waiting):
+                    self._run_trial()
+                else:
+                    self._send("idle")
+                    self._connection.poll(_IDLE)
 
-    def _attempt(self, claim: Claim) -> None:
-        study = self._study
+    def _run_trial(self) -> None:
+        self._trial = None
+        try:  # the objective sets self._trial
+            self._study.optuna.optimize(self._objective, n_trials=1, catch=(Exception,))
+        except Exception as error:
+            # Optuna could not store the result: the trial was failed meanwhile, because this
+            # worker seemed dead, or the database is away. In both cases another trial follows.
+            trial = cast(Trial | None, self._trial)
+            if trial is None and not isinstance(error, StorageInternalError):
+                raise
+            if trial is not None:
+                self._retry(lambda: self._study.end(trial, TrialState.FAIL))
+
+    def _objective(self, trial: Trial) -> list[float]:
+        self._trial = trial
+        if not self._study.is_current(trial):
+            raise NotCurrentError
+        key = trial.user_attrs["cell"]
         try:
-            with self._pulse(claim) as lost:
-                settings = self._patiently(lambda: study.settings(claim))
-                record = self._train(settings, lost)
-                self._patiently(lambda: study.complete(claim, record))
+            settings = self._job.plan.settings(
+                key, lambda sampler: self._study.bind(trial, sampler)
+            )
+            mark = {"home": self._job.home, "pid": os.getpid(), "run": settings.id}
+            trial.set_user_attr("worker", mark)
+            self._send("busy")
+            record = self._train(settings)
         except StoppedError:
-            study.release(claim)
-        except LostError:
-            pass  # whoever has the claim now finds our checkpoint, or does it all again
-        except StorageInternalError:
+            self._send("stopped")
             raise
-        except Exception:
-            error = traceback.format_exc()
-            self._patiently(lambda: study.fail(claim, error))
-            self._tell("error", claim.key, error)
-        else:
-            self._tell("done", claim.key, record)
+        except Exception as error:
+            if not isinstance(error, OptunaError):  # the run's own error, not the storage's
+                text = traceback.format_exc()
+                self._send("error", key, text)
+                self._retry(lambda: trial.set_user_attr("error", text))
+            raise
+        self._send("trained", key, record)
+        self._retry(lambda: trial.set_user_attr("record", record))
+        return self._job.plan.values(record)
 
-    def _all_finished(self) -> bool:
-        return all(cell.finished for cell in self._study.cells().values())
-
-    def _patiently(self, do: Callable[[], T]) -> T:
-        """Ask the study again while it does not answer. No harm is in what it did all the same."""
+    def _train(self, settings: Settings) -> Record:
         while True:
             try:
-                return do()
-            except StorageInternalError:
-                if self._line.poll(_AWAY):
+                return train(
+                    settings,
+                    self._job.run_folder(settings.id),
+                    device=self._job.device,
+                    checkpoint_every=self._job.checkpoint_every,
+                    progress=self,
+                    stop=self._connection.poll,
+                )
+            except RunError as error:
+                # The worker of a killed launcher, or a cell that drew the same settings.
+                if not isinstance(error.__cause__, LockedError):
                     raise
+                if self._connection.poll(_IDLE):
+                    raise StoppedError from None
 
-    def _train(self, settings: Settings, lost: threading.Event) -> dict[str, Any]:
-        folder = self._job.run_folder(settings.id)
-        folder.mkdir(parents=True, exist_ok=True)
-        # Two trials of a search may have drawn the same settings: the second waits for the record.
-        lock = FileLock(folder / ".sweep")
-        while not lock.acquire(wait=False):
-            if self._line.poll(_IDLE):
-                raise StoppedError
-        try:
-            return train(
-                settings,
-                folder,
-                device=self._job.device,
-                checkpoint_every=self._job.checkpoint_every,
-                progress=self,
-                stop=lambda: self._line.poll() or lost.is_set(),
-            )
-        finally:
-            lock.release()
-
-    @contextmanager
-    def _pulse(self, claim: Claim) -> Iterator[threading.Event]:
-        """Sign the claim now and then; the event is set if it was taken from us all the same."""
-        lost, over = threading.Event(), threading.Event()
-
-        def beat() -> None:
-            count = 0
-            while not over.wait(self._job.grace / PULSES):
-                count += 1
-                try:
-                    self._study.pulse(claim, count)
-                except LostError:
-                    lost.set()
-                    return
-                except StorageInternalError:
-                    continue  # a database that is away for a moment
-
-        # Whoever shares a journal shares the folder of locks, too.
-        thread = threading.Thread(target=beat, daemon=True)
-        if self._job.storage is not None:
-            thread.start()
-        try:
-            yield lost
-        finally:
-            over.set()
-            if thread.ident is not None:
-                thread.join()
-
-    # The run's progress
+    def _retry(self, call: Callable[[], T]) -> T:
+        """Call until the database answers; stop if the launcher asks to."""
+        while True:
+            try:
+                return call()
+            except StorageInternalError:
+                if self._connection.poll(_RETRY):
+                    raise StoppedError from None
 
     def begin(self, settings: Settings, step: int) -> None:
-        self._tell("begin", settings.to_dict(), step)
+        self._send("begin", settings.to_dict(), step)
 
     def step(self, step: int, loss: float) -> None:
         now = time.monotonic()
-        if now - self._last_news >= _NEWS:
-            self._last_news = now
-            self._tell("step", step)
+        if now - self._last_message >= _STEPS:
+            self._last_message = now
+            self._send("step", step)
 
     def point(self, point: Mapping[str, Any]) -> None:
         pass
 
-    def _tell(self, *news: Any) -> None:
-        _send(self._line, news)
-
-
-def _send(line: Connection, news: tuple[Any, ...]) -> None:
-    with suppress(OSError):  # the launcher is gone, as the next look at the line will show
-        line.send(news)
+    def _send(self, *message: Any) -> None:
+        with suppress(OSError):  # the launcher died; the next poll shows it
+            self._connection.send(message)
