@@ -38,7 +38,7 @@ def test_it_says_what_it_made(capsys, tmp_path, run):
     assert cli.main(["report", str(run), "--out", str(out)]) == 0
     assert capsys.readouterr().out == (
         "digits, scale cpu, 1,500 steps: 1 run\n"
-        f"written: {out / 'index.html'}, and 5 figures and tables beside it\n"
+        f"wrote {out / 'index.html'} and 5 figures and tables\n"
     )
 
 
@@ -63,7 +63,7 @@ def test_a_folder_without_records(capsys, tmp_path):
 def test_an_empty_file(capsys, tmp_path):
     (tmp_path / "empty.jsonl").touch()
     told = mistake(capsys, tmp_path, tmp_path / "empty.jsonl")
-    assert "there are no records in " in told
+    assert "no records in " in told
     assert "run pdecay train or pdecay sweep first" in told
 
 

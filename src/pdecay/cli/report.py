@@ -27,19 +27,19 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pdecay.lab import report
-    from pdecay.lab.report.payload import about
+    from pdecay.lab.report.experiments import load
+    from pdecay.lab.report.folder import write
     from pdecay.lab.train.records import RecordError
 
     try:
-        studies = report.load(args.runs)
+        experiments = load(args.runs)
     except RecordError as error:
         raise UsageError(str(error)) from None
     check_writable(args.out)
-    page, *others = report.write(studies, args.out)
-    for study in studies:
-        sys.stdout.write(f"{about(study)}\n")
-    sys.stdout.write(f"written: {page}, and {len(others)} figures and tables beside it\n")
+    page, *others = write(experiments, args.out)
+    for experiment in experiments:
+        sys.stdout.write(f"{experiment.describe()}\n")
+    sys.stdout.write(f"wrote {page} and {len(others)} figures and tables\n")
     return 0
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pdecay.lab.report import page
-from pdecay.lab.report.payload import payload
-from pdecay.lab.report.study import Study, studies
+from pdecay.lab.report.experiments import Experiment, experiments
+from pdecay.lab.report.page_data import page_data
 from pdecay.lab.report.style import Style
 from pdecay.lab.train.records import Record
 
@@ -19,20 +19,20 @@ from .synthetic import MLP, record, sweep
 
 
 @pytest.fixture
-def study() -> Callable[..., Study]:
-    """The one study that some records make."""
+def experiment() -> Callable[..., Experiment]:
+    """The one experiment that some records make."""
 
-    def make(*made: Record) -> Study:
-        (found,) = studies(made)
+    def make(*made: Record) -> Experiment:
+        (found,) = experiments(made)
         return found
 
     return make
 
 
 @pytest.fixture(scope="session")
-def swept() -> Study:
+def swept() -> Experiment:
     """A sweep over three seeds."""
-    (found,) = studies(sweep((0, 1, 2)))
+    (found,) = experiments(sweep((0, 1, 2)))
     return found
 
 
@@ -54,16 +54,18 @@ def html(tmp_path: Path) -> Callable[[Sequence[Record]], Path]:
 
     def make(made: Sequence[Record]) -> Path:
         path = tmp_path / "page.html"
-        path.write_text(page.page(payload([Style(study) for study in studies(made)])))
+        path.write_text(
+            page.page(page_data([Style(experiment) for experiment in experiments(made)]))
+        )
         return path
 
     return make
 
 
 @pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser() -> Iterator[Browser]:
     program = find()
     if program is None:
         pytest.skip("no Chromium: install one, or name it in the environment variable CHROMIUM")
-    with Browser(program, tmp_path_factory.mktemp("profile")) as started:
+    with Browser(program) as started:
         yield started

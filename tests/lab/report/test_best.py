@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdecay.lab.report import best
-from pdecay.lab.report.study import Point
+from pdecay.lab.report.experiments import Point
 
 
 def point(accuracy, sparsity, method="padam", **more):
@@ -30,9 +30,9 @@ def dominates(one, other):
 
 @settings(deadline=None)
 @given(st.lists(MEASURES, max_size=30))
-def test_the_front_is_what_nothing_beats(measures):
+def test_pareto_front_contains_undominated_points(measures):
     points = [point(*both) for both in measures]
-    front = best.front(points)
+    front = best.pareto_front(points)
     unbeaten = [p for p in points if not any(dominates(other, p) for other in points)]
     # Of points that are equal in both, one stands for all.
     assert {(p.accuracy, p.sparsity) for p in front} == {(p.accuracy, p.sparsity) for p in unbeaten}
@@ -43,53 +43,53 @@ def test_the_front_is_what_nothing_beats(measures):
 
 @settings(deadline=None)
 @given(st.lists(MEASURES, max_size=30), st.sampled_from(best.LEVELS))
-def test_the_table_reads_off_the_front(measures, level):
+def test_at_sparsity_agrees_with_front(measures, level):
     points = [point(*both) for both in measures]
-    found = best.above(points, level)
-    sparse = [p for p in best.front(points) if p.sparsity >= level - best.ROUNDING]
+    found = best.at_sparsity(points, level)
+    sparse = [p for p in best.pareto_front(points) if p.sparsity >= level - best.ROUNDING]
     assert (found is None) == (not sparse)
     if found:
         assert found.accuracy == max(p.accuracy for p in sparse)
 
 
-def test_a_level_is_met_where_it_rounds_to_it():
+def test_level_includes_sparsities_that_round_to_it():
     points = [point(48.0, 0.8996), point(47.0, 0.9), point(46.0, 0.95)]
-    assert best.above(points, 0.9) is points[0]
-    assert best.above([point(48.0, 0.8994), *points[1:]], 0.9) is points[1]
-    assert best.above(points, 0.99) is None
+    assert best.at_sparsity(points, 0.9) is points[0]
+    assert best.at_sparsity([point(48.0, 0.8994), *points[1:]], 0.9) is points[1]
+    assert best.at_sparsity(points, 0.99) is None
 
 
-def test_a_setting_that_diverged_for_some_seed_is_never_the_best():
+def test_setting_with_diverged_seed_is_never_best():
     points = [point(49.0, 0.9, diverged=1), point(40.0, 0.1)]
-    assert best.front(points) == [points[1]]
-    assert best.above(points, 0.0) is points[1]
-    assert best.balanced(points) is points[1]
+    assert best.pareto_front(points) == [points[1]]
+    assert best.at_sparsity(points, 0.0) is points[1]
+    assert best.best_tradeoff(points) is points[1]
     assert best.sparsest(points, 0.0) is points[1]
 
 
-def test_the_best_adamw():
+def test_dense_reference_is_best_adamw():
     points = [point(49.0, 0.0), point(48.0, 0.0, "adamw"), point(48.5, 0.0, "adamw")]
-    assert best.adamw(points) is points[2]
-    assert best.adamw(points[:1]) is None
+    assert best.dense_reference(points) is points[2]
+    assert best.dense_reference(points[:1]) is None
 
 
-def test_the_trade_off_weighs_a_point_of_accuracy_like_all_weights():
+def test_best_tradeoff():
     points = [point(49.0, 0.0), point(48.4, 0.7), point(47.0, 0.99)]
-    assert best.balanced(points) is points[1]
+    assert best.best_tradeoff(points) is points[1]
     assert points[1].tradeoff == pytest.approx(49.1)
 
 
-def test_the_sparsest_above_a_floor():
+def test_sparsest_above_accuracy_floor():
     points = [point(49.0, 0.5), point(47.5, 0.9501), point(48.0, 0.95), point(46.0, 0.99)]
     # 95.01 and 95.00 % are equally sparse; the more accurate one is named
     assert best.sparsest(points, 47.0) is points[2]
     assert best.sparsest(points, 50.0) is None
 
 
-def test_nothing_is_best_of_nothing():
-    assert best.front([]) == []
-    assert best.above([], 0.0) is None
-    assert best.balanced([]) is None
+def test_no_points_have_no_best():
+    assert best.pareto_front([]) == []
+    assert best.at_sparsity([], 0.0) is None
+    assert best.best_tradeoff([]) is None
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,6 @@ def test_nothing_is_best_of_nothing():
         ([98.0, 98.0, 98.0, 97.1, 96.9], [96.9]),  # a point is always room
     ],
 )
-def test_what_has_collapsed_is_far_below_the_median(accuracies, low):
-    found = best.collapsed([point(accuracy, 0.5) for accuracy in accuracies])
+def test_cropped_points_are_far_below_median(accuracies, low):
+    found = best.cropped([point(accuracy, 0.5) for accuracy in accuracies])
     assert [p.accuracy for p in found] == low

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from pdecay.lab.report import best
-from pdecay.lab.report.study import studies
+from pdecay.lab.report.experiments import experiments
 from pdecay.lab.report.style import Style
 
 from .synthetic import record, sweep
@@ -33,8 +33,8 @@ def opened(browser, html):
 
     yield open_page
     assert browser.problems() == []
-    assert all(url.startswith("file://") for url in browser.requests())
-    assert len(browser.requests()) == 1
+    assert all(url.startswith("file://") for url in browser.requests)
+    assert len(browser.requests) == 1
 
 
 def plain(text):
@@ -51,13 +51,13 @@ def boxes(browser, selector):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_all_runs_are_drawn_and_nothing_overflows(opened, several, size, dark):
+def test_all_runs_are_drawn_without_overflow(opened, several, size, dark):
     page = opened(several, **size, dark=dark)
-    small, large = studies(several)
+    small, large = experiments(several)
     assert page.run(MARKS) == len(small.runs)
     assert page.run("document.documentElement.scrollWidth") <= size["width"]
     page.run("document.querySelector('details').open = true")
-    picker = "document.getElementById('study')"
+    picker = "document.getElementById('experiment')"
     page.run(f"{picker}.value = 1; {picker}.dispatchEvent(new Event('change'))")
     assert page.run(MARKS) == len(large.runs)
     assert page.count("#tradeoff .mark") == len(large.runs)
@@ -67,7 +67,7 @@ def test_all_runs_are_drawn_and_nothing_overflows(opened, several, size, dark):
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_no_label_is_cut_off_or_touches_another(opened, swept, size):
+def test_labels_are_not_cut_off_and_do_not_overlap(opened, swept, size):
     page = opened([*swept.runs, *swept.failed], **size)
     faults = page.run("""
         [...document.querySelectorAll('svg[role=group]')].flatMap((svg) => {
@@ -89,7 +89,7 @@ def test_no_label_is_cut_off_or_touches_another(opened, swept, size):
     assert faults == []
 
 
-def test_a_point_under_the_mouse_shows_its_settings(opened):
+def test_hover_shows_settings(opened):
     runs = [record("adamw", weight_decay=0.1), record(p=0.8, lam=0.03, accuracy=47.5, sparsity=0.9)]
     page = opened(runs)
     assert page.run(TIP) is None
@@ -102,7 +102,7 @@ def test_a_point_under_the_mouse_shows_its_settings(opened):
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_the_tip_stays_in_the_window(opened, several, size):
+def test_tooltip_stays_in_window(opened, several, size):
     page = opened(several, **size)
     for place in range(3):
         page.hover("#accuracy .mark", place)
@@ -111,11 +111,11 @@ def test_the_tip_stays_in_the_window(opened, several, size):
         assert 0 <= top < bottom <= size["height"]
 
 
-def test_a_click_chooses_a_run_for_the_panels_below(opened, swept):
+def test_click_chooses_run(opened, swept):
     page = opened(swept.runs)
     target = next(k for k, p in enumerate(swept.means) if p.method == "gmp" and p.sparsity > 0.97)
     point = swept.means[target]
-    assert plain(page.run(CHOSEN)) == swept.name(best.balanced(swept.means))
+    assert plain(page.run(CHOSEN)) == swept.name(best.best_tradeoff(swept.means))
     page.click(f"#accuracy .mark[data-point='{target}']")
     assert plain(page.run(CHOSEN)) == swept.name(point)
     run = point.runs[0]
@@ -134,7 +134,7 @@ def test_a_click_chooses_a_run_for_the_panels_below(opened, swept):
     assert point.runs[1]["id"] in page.run("document.getElementById('run-facts').innerText")
 
 
-def test_a_tap_does_what_a_click_does(opened):
+def test_tap_chooses_run(opened):
     runs = [record("adamw"), record(p=0.8, lam=0.03, accuracy=47.5, sparsity=0.9)]
     page = opened(runs, **PHONE)
     page.tap("#accuracy .mark[data-point='1']")
@@ -142,7 +142,7 @@ def test_a_tap_does_what_a_click_does(opened):
     assert "47.50 %" in page.run(TIP)
 
 
-def test_keys_go_from_point_to_point(opened):
+def test_arrow_keys_move_between_points(opened):
     runs = [record(p=0.8, lam=lam, sparsity=s) for lam, s in ((0.1, 0.9), (0.01, 0.2), (0.03, 0.6))]
     page = opened(runs)
     assert page.count("#accuracy [tabindex='0']") == 1
@@ -161,29 +161,29 @@ def test_keys_go_from_point_to_point(opened):
 
 
 @pytest.mark.parametrize("mode", ["means", "singles"])
-def test_filters_hide_points_and_move_the_front_by_the_rule_of_python(opened, swept, mode):
+def test_filters_update_front_as_in_python(opened, swept, mode):
     page = opened([*swept.runs, *swept.failed])
     style = Style(swept)
     points = getattr(swept, mode)
     if mode == "singles":
         page.click("#views .chip", 0)
-    off: dict[str, set[int]] = {"methods": set(), "norms": set()}
+    off: dict[str, set[int]] = {"methods": set(), "pRanges": set()}
 
     def compare():
         shown = [
             (k, point)
             for k, point in enumerate(points)
             if swept.methods.index(point.method) not in off["methods"]
-            and (style.norm(point) is None or style.norm(point) not in off["norms"])
+            and (style.p_index(point) is None or style.p_index(point) not in off["pRanges"])
         ]
         assert page.run(MARKS) == len(shown)
-        front = best.front([point for _, point in shown])
+        front = best.pareto_front([point for _, point in shown])
         places = {k for k, point in shown if point in front}
         assert set(page.run(FRONT)) == places
         return places
 
     seen = [compare()]
-    for kind, place in (("methods", 3), ("norms", 1), ("methods", 4), ("norms", 0)):
+    for kind, place in (("methods", 3), ("pRanges", 1), ("methods", 4), ("pRanges", 0)):
         page.click(f"#{kind} .chip", place)
         off[kind].add(place)
         seen.append(compare())
@@ -193,16 +193,16 @@ def test_filters_hide_points_and_move_the_front_by_the_rule_of_python(opened, sw
     compare()
 
 
-def test_the_table_is_that_of_python(opened, swept):
+def test_level_table_matches_python(opened, swept):
     page = opened([*swept.runs, *swept.failed])
     read = (
-        "[...document.querySelectorAll('#above tbody tr')].map(row => [row.cells[0].innerText,"
-        "...[...row.cells].slice(1).map(cell => cell.innerText.replace(/\\s/g, ''))])"
+        "[...document.querySelectorAll('#levels tbody tr')].map(row => [row.cells[0].innerText,"
+        "...[...row.cells].slice(2).map(cell => cell.innerText.replace(/\\s/g, ''))])"
     )
 
     def row(name, points):
-        cells = [best.above(points, level) for level in best.LEVELS]
-        return [name, *(f"{c.accuracy:.2f}±{c.spread:.2f}" if c else "\u2013" for c in cells)]
+        cells = [best.at_sparsity(points, level) for level in best.LEVELS]
+        return [name, *(f"{c.accuracy:.2f}±{c.deviation:.2f}" if c else "\u2013" for c in cells)]
 
     def of(method, *norms):
         return [p for p in swept.means if p.method == method and (not norms or p.p in norms)]
@@ -211,16 +211,34 @@ def test_the_table_is_that_of_python(opened, swept):
     assert rows[0] == row("adamw", of("adamw"))
     assert rows[1] == row("padam", of("padam"))
     assert rows[3] == row("p = 0.8", of("padam", 0.8))
-    page.click("#norms .chip", 0)  # p = 0.5
+    page.click("#pRanges .chip", 0)  # p = 0.5
     page.click("#methods .chip", 0)  # adamw
     rows = page.run(read)
     assert rows[0] == row("padam", of("padam", 0.8, 1.0, 1.2, 1.5))
     assert rows[1] == row("p = 0.8", of("padam", 0.8))
-    page.click("#above tbody tr:first-child td button", 3)
-    assert plain(page.run(CHOSEN)) == swept.name(best.above(of("padam", 0.8, 1.0, 1.2, 1.5), 0.9))
+    page.click("#levels tbody tr:first-child td button", 3)
+    assert plain(page.run(CHOSEN)) == swept.name(
+        best.at_sparsity(of("padam", 0.8, 1.0, 1.2, 1.5), 0.9)
+    )
 
 
-def test_the_other_axis(opened, several):
+def test_collapsed_network_is_not_bold(opened):
+    page = opened(
+        [record("adamw", accuracy=90.0), record(p=0.8, lam=0.1, accuracy=10.0, sparsity=0.999)]
+    )
+    assert page.texts("#levels td.collapsed") == ["10.00"] * 6
+    assert page.texts("#levels td.best") == ["90.00"]
+
+
+def test_level_table_shows_test_accuracy(opened):
+    run = record("adamw", accuracy=90.0)
+    run["result"]["test_accuracy"] = 88.0
+    page = opened([run])
+    assert page.texts("#levels td.best") == ["88.00"]
+    assert "on the test split" in page.texts("#levels-note")[0]
+
+
+def test_linear_axis(opened, several):
     page = opened(several[:-4])
     last = "[...document.querySelectorAll('#accuracy .mark')].at(-1).getBoundingClientRect().x"
     before = page.run(last)
@@ -229,19 +247,19 @@ def test_the_other_axis(opened, several):
     assert "logarithmic" not in page.texts("#accuracy svg text")[-1]
 
 
-def test_what_collapsed_lies_at_the_edge_and_still_answers(opened):
+def test_cropped_points_are_interactive_at_edge(opened):
     good = [(97.8 + k / 10, 0.9 - k / 10) for k in range(7)]
     # The median is 97.9, so the floor 94.4: two on either side of it, and one far below.
     values = [*good, (95.0, 0.93), (94.0, 0.94), (12.0, 1.0)]
     runs = [record(p=0.8, lam=a / s, accuracy=a, sparsity=s) for a, s in values]
-    (study,) = studies(runs)
-    lost = {k for k, p in enumerate(study.means) if p in best.collapsed(study.means)}
+    (experiment,) = experiments(runs)
+    lost = {k for k, p in enumerate(experiment.means) if p in best.cropped(experiment.means)}
     assert len(lost) == 2
     page = opened(runs)
     outside = "[...document.querySelectorAll('#accuracy .mark.outside')].map(m => +m.dataset.point)"
     assert set(page.run(outside)) == lost
     assert page.run(MARKS) == 10
-    assert "2 that collapsed lie beyond the plot" in page.texts("#accuracy-note")[0]
+    assert "2 far below the plot" in page.texts("#accuracy-note")[0]
     page.hover("#accuracy .mark.outside")
     assert any(f"{accuracy:.2f} %" in page.run(TIP) for accuracy in (94.0, 12.0))
     page.click("#views .chip", 1)
@@ -249,7 +267,7 @@ def test_what_collapsed_lies_at_the_edge_and_still_answers(opened):
     assert page.run(MARKS) == 10
 
 
-def test_contours_have_their_cells_lines_and_reasons(opened, several):
+def test_contours_show_cells_lines_and_reasons(opened, several):
     page = opened([*several[:-4], record("l1", lam=0.01)])
     titles = page.texts("#contours h4")
     assert [plain(title) for title in titles] == [
@@ -265,11 +283,11 @@ def test_contours_have_their_cells_lines_and_reasons(opened, several):
     assert "l1 No contours: 2 learning rates" in page.texts("#contours")[0]
     page.hover("#contours circle.cell", 6)
     assert "padam, p = 0.5" in plain(page.run(TIP))
-    page.click("#norms .chip", 0)
+    page.click("#pRanges .chip", 0)
     assert page.count("#contours h4") == 5
 
 
-def test_the_bands_are_where_accuracy_is(opened):
+def test_contour_colours_match_accuracy(opened):
     """The colour under a cell is that of its accuracy: y is not upside down."""
     rates, lams = (1e-3, 1e-2, 1e-1), (1e-3, 1e-2, 1e-1)
     runs = [
@@ -290,28 +308,28 @@ def test_the_bands_are_where_accuracy_is(opened):
           return under.find((node) => node.getAttribute('fill-rule'))?.getAttribute('fill');
         })
     """)
-    (study,) = studies(runs)
+    (experiment,) = experiments(runs)
     colours = page.run(
         "[...document.querySelectorAll('.band i')].map(n => n.style.getPropertyValue('--c'))"
     )
     by_accuracy = [
         colours.index(fill)
-        for _, fill in sorted(zip([p.accuracy for p in study.means], fills, strict=True))
+        for _, fill in sorted(zip([p.accuracy for p in experiment.means], fills, strict=True))
     ]
     assert by_accuracy == sorted(by_accuracy)
     assert by_accuracy[0] < by_accuracy[-1]
 
 
-def test_thin_data_say_what_is_missing(opened):
+def test_single_run_page_explains_missing_parts(opened):
     page = opened([record(p=0.8, lam=0.01)])
     text = page.run("document.body.innerText")
     assert "there is no AdamW run to compare with" in text
     assert "No contours: 2 learning rates and 2 lam or more are needed" in text
     assert page.count(".reference") == 0
-    assert page.run("document.getElementById('study').hidden")
+    assert page.run("document.getElementById('experiment').hidden")
 
 
-def test_diverged_runs_are_listed_and_not_plotted(opened):
+def test_diverged_runs_are_listed_but_not_plotted(opened):
     page = opened([record("adamw"), record(p=0.8, lam=3.0, diverged=True)])
     assert page.run(MARKS) == 1
     listed = plain(page.run("document.getElementById('diverged').innerText"))
@@ -319,13 +337,13 @@ def test_diverged_runs_are_listed_and_not_plotted(opened):
     assert "450" in listed
 
 
-def test_where_every_run_diverged_the_page_says_so(opened):
+def test_page_reports_that_every_run_diverged(opened):
     page = opened([record(p=0.8, lam=3.0, diverged=True)])
     assert "every run diverged" in page.run("document.body.innerText")
     assert page.count("svg[role=group]") == 0
 
 
-def test_a_setting_with_a_diverged_seed_is_hollow_and_not_on_the_front(opened):
+def test_setting_with_diverged_seed_is_hollow_and_off_front(opened):
     page = opened(
         [
             record(p=0.8, lam=0.01, seed=0, accuracy=49.0, sparsity=0.9),
@@ -337,7 +355,7 @@ def test_a_setting_with_a_diverged_seed_is_hollow_and_not_on_the_front(opened):
     assert page.run(FRONT) == [1]
 
 
-def test_the_all_settings_table_sorts_and_chooses(opened, several):
+def test_settings_table_sorts_and_chooses(opened, several):
     page = opened(several[:-4])
     page.run("document.querySelector('details').open = true")
     column = "[...document.querySelectorAll('#settings tbody tr')].map(r => +r.cells[2].innerText)"
@@ -351,7 +369,7 @@ def test_the_all_settings_table_sorts_and_chooses(opened, several):
     assert page.run(CHOSEN) == name
 
 
-def test_curves_are_read_by_mouse_and_keys(opened):
+def test_curves_respond_to_mouse_and_keys(opened):
     run = record(p=0.8, lam=0.01)
     page = opened([run])
     page.hover("#curves svg")
@@ -363,16 +381,16 @@ def test_curves_are_read_by_mouse_and_keys(opened):
     assert "this run" in page.run(TIP)
 
 
-def test_what_a_record_says_is_shown_and_not_obeyed(opened):
+def test_text_of_records_is_not_executed(opened):
     page = opened([record(HOSTILE, task=HOSTILE, layers=[(HOSTILE, [2, 2])], **{HOSTILE: HOSTILE})])
     assert page.run("document.images.length") == 0
     assert page.run("document.scripts.length") == 2
     assert not page.run("[...document.querySelectorAll('b')].some(n => n.innerText === 'bold')")
     assert HOSTILE in page.run("document.body.innerText")
-    assert not [e for e in page.events if e.get("method") == "Page.javascriptDialogOpening"]
+    assert page.dialogs == 0
 
 
-def test_an_injected_script_would_not_run(opened):
+def test_content_security_policy_blocks_injected_script(opened):
     """The second wall, should the first fall: the page's own policy."""
     page = opened([record()])
     page.run(
@@ -382,29 +400,27 @@ def test_an_injected_script_would_not_run(opened):
     assert page.run("window.ran === undefined")
     blocked = page.problems()
     assert any("Content Security Policy" in problem for problem in blocked)
-    page.events[:] = [e for e in page.events if e.get("method") == "Network.requestWillBeSent"]
+    page.messages.clear()
 
 
-def test_the_scheme_button_and_the_print(opened):
+def test_dark_mode_button_and_print(opened):
     page = opened([record()], **DESKTOP, dark=True)
     background = "getComputedStyle(document.body).backgroundColor"
     page.click("#theme")
     assert page.run(background) == "rgb(255, 255, 255)"
     page.click("#theme")
     assert page.run(background) == "rgb(21, 23, 27)"
-    page.send("Emulation.setEmulatedMedia", media="print")
+    page.page.emulate_media(media="print")
     assert page.run(background) == "rgb(255, 255, 255)"
     shown = "getComputedStyle(document.getElementById('{}')).display"
     assert page.run(shown.format("views")) == "none"
     assert page.run(shown.format("methods")) == "flex"  # the legend
-    page.send("Emulation.setEmulatedMedia", media="")
 
 
-def test_a_window_that_changes_its_width_is_drawn_anew(opened, several):
+def test_resize_redraws_plots(opened, several):
     page = opened(several[:-4])
-    metrics = {"height": 900, "deviceScaleFactor": 1, "mobile": False}
     for width in (420, 1500):
-        page.send("Emulation.setDeviceMetricsOverride", width=width, **metrics)
+        page.page.set_viewport_size({"width": width, "height": 900})
         page.run("new Promise(requestAnimationFrame)")
         assert page.run("document.documentElement.scrollWidth") <= width
         ((left, _, right, _),) = boxes(page, "#accuracy svg")
@@ -412,7 +428,7 @@ def test_a_window_that_changes_its_width_is_drawn_anew(opened, several):
         assert drawn == pytest.approx(right - left, abs=2)
 
 
-def test_two_thousand_runs_are_drawn_in_a_few_seconds(opened):
+def test_two_thousand_runs_draw_within_seconds(opened):
     runs = [one for lot in range(14) for one in sweep((lot,))]
     page = opened(runs)
     page.click("#views .chip", 0)

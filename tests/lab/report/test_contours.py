@@ -8,7 +8,7 @@ import pytest
 from matplotlib.path import Path
 
 from pdecay.lab.report import contours
-from pdecay.lab.report.contours import SPARSITIES, scale, surfaces
+from pdecay.lab.report.contours import SPARSITIES, colour_scale, surfaces
 
 from .synthetic import record
 
@@ -21,8 +21,8 @@ def plane(lr, lam):
     return record(lr=lr, p=0.8, lam=lam, accuracy=90 - 10 * height, sparsity=height)
 
 
-def only(study):
-    found = surfaces(study, scale(study.means))
+def only(experiment):
+    found = surfaces(experiment, colour_scale(experiment.means))
     assert len(found) == 1
     return found[0]
 
@@ -36,11 +36,11 @@ def colours_at(surface, x, y):
     ]
 
 
-def test_bands_and_lines_follow_the_plane(study):
-    found = study(*(plane(*place) for place in product(RATES, LAMS)))
+def test_bands_and_lines_of_plane(experiment):
+    found = experiment(*(plane(*place) for place in product(RATES, LAMS)))
     surface = only(found)
-    levels = scale(found.means).levels
-    assert surface.drawn
+    levels = colour_scale(found.means).levels
+    assert surface.bands
     assert surface.note == ""
     low, high = (min(c.y for c in surface.cells), max(c.y for c in surface.cells))
     for share in (0.07, 0.33, 0.61, 0.93):
@@ -56,8 +56,8 @@ def test_bands_and_lines_follow_the_plane(study):
     assert [line.sparsity for line in surface.lines] == list(SPARSITIES)
 
 
-def test_cells_lie_where_their_logarithms_do(study):
-    surface = only(study(*(plane(*place) for place in product(RATES, LAMS))))
+def test_cells_are_on_logarithmic_axes(experiment):
+    surface = only(experiment(*(plane(*place) for place in product(RATES, LAMS))))
     assert len(surface.cells) == 12
     x = {cell.lr: cell.x for cell in surface.cells}
     assert x[1e-2] == pytest.approx((x[1e-3] + x[1e-1]) / 2)
@@ -65,14 +65,14 @@ def test_cells_lie_where_their_logarithms_do(study):
     assert surface.x_ticks == tuple((x[lr], f"{lr:g}") for lr in RATES)
 
 
-def test_each_p_and_each_other_option_has_its_panel(study):
-    found = study(
+def test_one_surface_per_combination_of_options(experiment):
+    found = experiment(
         *(record(lr=lr, p=p, lam=lam) for lr, lam, p in product(RATES, LAMS, (0.5, 0.8))),
         *(record("elastic", lr=lr, p=0.8, lam=lam, l2=l2)
           for lr, lam, l2 in product(RATES, LAMS, (0.1, 0.2))),
         record("gmp", target=0.9),
     )  # fmt: skip
-    titles = [surface.title for surface in surfaces(found, scale(found.means))]
+    titles = [surface.title for surface in surfaces(found, colour_scale(found.means))]
     assert titles == [
         "padam, p = 0.5",
         "padam, p = 0.8",
@@ -85,22 +85,22 @@ def test_each_p_and_each_other_option_has_its_panel(study):
     ("places", "counts"),
     [([(1e-2, 1e-2)], "1 and 1"), ([(1e-2, 1e-2), (1e-2, 1e-1)], "1 and 2")],
 )
-def test_too_few_cells_say_so(study, places, counts):
-    surface = only(study(*(plane(*place) for place in places)))
-    assert not surface.drawn
+def test_too_few_cells_give_reason(experiment, places, counts):
+    surface = only(experiment(*(plane(*place) for place in places)))
+    assert not surface.bands
     expected = "No contours: 2 learning rates and 2 lam or more are needed, there are "
     assert surface.note == expected + counts
 
 
-def test_cells_on_a_diagonal_have_nothing_between_them(study):
-    surface = only(study(plane(1e-3, 1e-3), plane(1e-2, 1e-2)))
-    assert surface.note == "No contours: the settings that came to an end lie on one line"
+def test_cells_on_one_line_give_reason(experiment):
+    surface = only(experiment(plane(1e-3, 1e-3), plane(1e-2, 1e-2)))
+    assert surface.note == "No contours: the finished settings lie on one line"
 
 
-def test_a_diverged_corner_stays_empty(study):
+def test_diverged_corner_is_not_filled(experiment):
     places = set(product(RATES, LAMS)) - {(1e-1, 1e-1)}
     surface = only(
-        study(
+        experiment(
             *(plane(*place) for place in places),
             record(lr=1e-1, p=0.8, lam=1e-1, diverged=True),
         )
@@ -113,9 +113,9 @@ def test_a_diverged_corner_stays_empty(study):
     assert colours_at(surface, corner.x - 0.3, corner.y - 0.2) != []
 
 
-def test_a_column_that_diverged_is_not_bridged(study):
+def test_diverged_column_is_not_interpolated(experiment):
     surface = only(
-        study(
+        experiment(
             *(plane(lr, lam) for lr, lam in product((1e-3, 1e-1), LAMS)),
             *(record(lr=1e-2, p=0.8, lam=lam, diverged=True) for lam in LAMS),
         )
@@ -124,21 +124,21 @@ def test_a_column_that_diverged_is_not_bridged(study):
     assert colours_at(surface, 0.5, 0.5) == []
 
 
-def test_a_hole_in_the_grid_is_marked_and_interpolated(study):
-    found = study(*(plane(*place) for place in set(product(RATES, LAMS)) - {(1e-2, 1e-2)}))
+def test_gap_in_grid_is_marked_and_interpolated(experiment):
+    found = experiment(*(plane(*place) for place in set(product(RATES, LAMS)) - {(1e-2, 1e-2)}))
     surface = only(found)
     assert surface.note == "1 not run, interpolated"
     (hole,) = [cell for cell in surface.cells if cell.point is None]
     assert not hole.diverged
     (band,) = colours_at(surface, hole.x + 0.01, hole.y + 0.01)
     accuracy = 90 - 10 * 2 / 3
-    assert band == sum(level < accuracy for level in scale(found.means).levels)
+    assert band == sum(level < accuracy for level in colour_scale(found.means).levels)
 
 
-def test_scattered_settings_are_interpolated(study):
+def test_scattered_settings_are_interpolated(experiment):
     dice = np.random.default_rng(3)
     places = 10 ** dice.uniform((-3, -4), (-1, -1), (40, 2))
-    found = study(*(plane(float(lr), float(lam)) for lr, lam in places))
+    found = experiment(*(plane(float(lr), float(lam)) for lr, lam in places))
     surface = only(found)
     assert surface.note == "scattered settings, interpolated"
     assert all(cell.point for cell in surface.cells)  # no grid, no holes
@@ -146,45 +146,47 @@ def test_scattered_settings_are_interpolated(study):
     y = {cell.lam: cell.y for cell in surface.cells}
     slope = np.polyfit([math.log10(lam) for lam in y], list(y.values()), 1)
     accuracy = 90 - 10 * ((0.5 - slope[1]) / slope[0] + 4) / 3
-    assert band == sum(level < accuracy for level in scale(found.means).levels)
+    assert band == sum(level < accuracy for level in colour_scale(found.means).levels)
     labels = [label for _, label in surface.x_ticks + surface.y_ticks]
     assert labels
     assert all(label.lstrip("0.").rstrip("0") in ("1", "2", "5") or "e-" in label
                for label in labels)  # fmt: skip
 
 
-def test_zero_has_no_logarithm(study):
+def test_zero_lam_is_left_out(experiment):
     surface = only(
-        study(record(p=0.8, lam=0.0, sparsity=0.0), *(plane(*at) for at in product(RATES, LAMS)))
+        experiment(
+            record(p=0.8, lam=0.0, sparsity=0.0), *(plane(*at) for at in product(RATES, LAMS))
+        )
     )
-    assert surface.drawn
+    assert surface.bands
     assert surface.note == "1 with lr or lam = 0 left out"
 
 
-def test_labels_of_ticks_do_not_touch(study):
+def test_tick_labels_do_not_overlap(experiment):
     rates = [1e-3 * 1.07**k for k in range(20)]
-    surface = only(study(*(plane(round(lr, 6), lam) for lr, lam in product(rates, LAMS))))
+    surface = only(experiment(*(plane(round(lr, 6), lam) for lr, lam in product(rates, LAMS))))
     places = [place for place, _ in surface.x_ticks]
     assert all(b - a > 0.1 for a, b in pairwise(places))
 
 
 @pytest.mark.parametrize("values", [[], [48.0], [48.0, 48.0], [21.0, 47.9, 48.0, 48.1]])
-def test_any_accuracies_have_a_scale(study, values):
+def test_colour_scale_for_any_accuracies(experiment, values):
     runs = [record(accuracy=value, seed=seed) for seed, value in enumerate(values)]
-    found = scale(study(*runs).singles if runs else [])
+    found = colour_scale(experiment(*runs).singles if runs else [])
     assert len(found.colours) == len(found.levels) + 1
     assert list(found.levels) == sorted(set(found.levels))
 
 
-def test_what_collapsed_takes_no_levels(study):
+def test_colour_scale_ignores_cropped_points(experiment):
     values = [98.4, 98.2, 98.0, 97.8, 97.6, 10.0, 10.0, 12.0]
     runs = [record(accuracy=value, seed=seed) for seed, value in enumerate(values)]
-    assert min(scale(study(*runs).singles).levels) > 97
+    assert min(colour_scale(experiment(*runs).singles).levels) > 97
 
 
-def test_equal_everywhere_still_draws(study):
+def test_constant_surface_is_drawn(experiment):
     surface = only(
-        study(
+        experiment(
             *(record(lr=lr, p=0.8, lam=lam, accuracy=50.0, sparsity=0.5)
               for lr, lam in product(RATES, LAMS))
         )
@@ -193,5 +195,5 @@ def test_equal_everywhere_still_draws(study):
     assert all(line.label is None for line in surface.lines)
 
 
-def test_the_papers_sparsities():
+def test_sparsities_of_the_paper():
     assert contours.SPARSITIES == (0.01, 0.2, 0.4, 0.8)

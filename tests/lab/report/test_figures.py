@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 from pdecay.lab import drawing
 from pdecay.lab.report import best, contours, figures
-from pdecay.lab.report.study import studies
+from pdecay.lab.report.experiments import experiments
 from pdecay.lab.report.style import Style
 
 from .synthetic import record
@@ -17,8 +17,8 @@ from .synthetic import record
 
 @pytest.fixture(scope="module")
 def small():
-    """A study that draws in no time: AdamW, and PAdam on a grid of 2 x 3 for two p."""
-    (found,) = studies(
+    """A experiment that draws in no time: AdamW, and PAdam on a grid of 2 x 3 for two p."""
+    (found,) = experiments(
         [
             record("adamw", weight_decay=0.1),
             *(
@@ -36,36 +36,36 @@ def offsets(axes):
     return np.concatenate(found)
 
 
-def test_each_setting_is_a_marker_at_its_place(small):
+def test_accuracy_figure_has_marker_for_each_setting(small):
     (axes,) = figures.accuracy(small).axes
-    expected = [(100 * point.sparsity, point.accuracy) for point in small.study.means]
+    expected = [(100 * point.sparsity, point.accuracy) for point in small.experiment.means]
     assert offsets(axes) == pytest.approx(np.array(expected))
     (front,) = [line for line in axes.lines if line.get_drawstyle().startswith("steps")]
     assert list(front.get_ydata()[1:]) == [
-        point.accuracy for point in best.front(small.study.means)
+        point.accuracy for point in best.pareto_front(small.experiment.means)
     ]
     (dashed,) = [line for line in axes.lines if line.get_linestyle() == "--"]
-    assert dashed.get_ydata()[0] == best.adamw(small.study.means).accuracy
+    assert dashed.get_ydata()[0] == best.dense_reference(small.experiment.means).accuracy
 
 
-def test_the_best_trade_off_is_ringed(small):
+def test_best_tradeoff_has_ring(small):
     (axes,) = figures.tradeoff(small).axes
-    chosen = best.balanced(small.study.means)
+    chosen = best.best_tradeoff(small.experiment.means)
     assert offsets(axes)[-1] == pytest.approx([100 * chosen.sparsity, chosen.tradeoff])
 
 
-def test_the_legend_names_methods_and_norms(small):
+def test_legend_lists_methods_and_p(small):
     (legend,) = figures.accuracy(small).legends
     labels = [text.get_text() for text in legend.get_texts()]
-    dense = best.adamw(small.study.means).accuracy
+    dense = best.dense_reference(small.experiment.means).accuracy
     assert labels == [
         f"best AdamW, {dense:.2f} %", "Pareto front", "adamw", "padam", "p = 0.5", "p = 1"
     ]  # fmt: skip
 
 
-def test_contours_are_drawn_from_the_pages_polygons(small):
-    scale = contours.scale(small.study.means)
-    surfaces = contours.surfaces(small.study, scale)
+def test_contour_figure_uses_surface_polygons(small):
+    scale = contours.colour_scale(small.experiment.means)
+    surfaces = contours.surfaces(small.experiment, scale)
     figure = figures.contours(small, surfaces, scale)
     panels = [axes for axes in figure.axes if axes.get_title(loc="left")]
     assert [axes.get_title(loc="left") for axes in panels] == ["padam, p = 0.5", "padam, p = 1"]
@@ -77,17 +77,17 @@ def test_contours_are_drawn_from_the_pages_polygons(small):
 
 
 def test_layers_and_curves_show_the_run(small):
-    run = small.study.runs[3]
-    (axes,) = figures.layers(small, run, "a name").axes
+    run = small.experiment.runs[3]
+    (axes,) = figures.layers(run, "a name").axes
     left = [100 * (1 - layer["zeros"] / layer["size"]) for layer in run["result"]["layers"]]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx(left)
-    panels = figures.curves(small, run, small.study.runs[0], "a name").axes
+    panels = figures.curves(run, small.experiment.runs[0], "a name").axes
     last = [axes.lines[1].get_ydata()[-1] for axes in panels]
     result = run["result"]
     assert last == pytest.approx([result["accuracy"], result["loss"], 100 * result["sparsity"]])
 
 
-def test_equal_studies_are_equal_bytes(small, tmp_path):
+def test_figures_are_reproducible(small, tmp_path):
     for kind in ("png", "svg"):
         for name in ("one", "other"):
             drawing.save(figures.tradeoff(small), tmp_path / f"{name}.{kind}")
@@ -95,7 +95,7 @@ def test_equal_studies_are_equal_bytes(small, tmp_path):
         assert one == other
 
 
-def test_nothing_is_cut_off(small, tmp_path):
+def test_figure_margins_are_white(small, tmp_path):
     """The outermost pixels of a figure are white."""
     drawing.save(figures.accuracy(small), tmp_path / "figure.png")
     image = imread(tmp_path / "figure.png")
@@ -103,35 +103,37 @@ def test_nothing_is_cut_off(small, tmp_path):
         assert (edge[..., :3] == 1).all()
 
 
-def test_strange_names_and_single_runs_draw(tmp_path):
-    (study,) = studies(
+def test_unusual_names_and_single_run_draw(tmp_path):
+    (experiment,) = experiments(
         [record("mine:$x^{ \u4e2d\x01<b>", p=0.8, lam=0.01, layers=[("$\u00e9" * 60, [2, 2])])]
     )
-    style = Style(study)
-    run = study.runs[0]
+    style = Style(experiment)
+    run = experiment.runs[0]
     for figure in (
         figures.accuracy(style),
         figures.tradeoff(style),
-        figures.layers(style, run, study.name(study.means[0])),
-        figures.curves(style, run, None, study.name(study.means[0])),
+        figures.layers(run, experiment.name(experiment.means[0])),
+        figures.curves(run, None, experiment.name(experiment.means[0])),
     ):
         drawing.save(figure, tmp_path / "figure.svg")
         assert "\x01" not in (tmp_path / "figure.svg").read_text()
 
 
-def test_what_collapsed_is_drawn_hollow_at_the_edge():
+def test_cropped_points_are_drawn_at_edge():
     values = [(98.4, 0.1), (98.0, 0.9), (97.9, 0.95), (98.1, 0.5), (10.0, 1.0)]
-    (study,) = studies([record(p=0.8, lam=a / s, accuracy=a, sparsity=s) for a, s in values])
-    (axes,) = figures.accuracy(Style(study)).axes
+    (experiment,) = experiments(
+        [record(p=0.8, lam=a / s, accuracy=a, sparsity=s) for a, s in values]
+    )
+    (axes,) = figures.accuracy(Style(experiment)).axes
     assert axes.get_ylim()[0] > 97
     assert axes.get_xlim()[1] < 97
     assert len(offsets(axes)) == 5
     assert offsets(axes)[-1] == pytest.approx([axes.get_xlim()[1], axes.get_ylim()[0]])
 
 
-def test_ticks_of_very_sparse_runs_do_not_touch():
-    (study,) = studies([record(p=0.8, lam=0.01, sparsity=1.0), record("adamw")])
-    (axes,) = figures.accuracy(Style(study)).axes
+def test_ticks_of_very_sparse_runs_do_not_overlap():
+    (experiment,) = experiments([record(p=0.8, lam=0.01, sparsity=1.0), record("adamw")])
+    (axes,) = figures.accuracy(Style(experiment)).axes
     figure = axes.figure
     figure.canvas.draw()
     boxes = [label.get_window_extent() for label in axes.get_xticklabels()]

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from pdecay.lab import report
 from pdecay.lab.report import folder, page
-from pdecay.lab.report.study import studies
+from pdecay.lab.report.experiments import experiments
+from pdecay.lab.report.folder import write
 
 from .synthetic import MLP, record
 
@@ -18,7 +18,7 @@ TABLES = {"above_sparsity.csv", "front.csv", "layers.csv", "runs.csv", "settings
 @pytest.fixture
 def tiny():
     """A report of one run, which is quickly drawn."""
-    return studies([record(task="digits", layers=MLP, p=0.8, lam=0.01)])
+    return experiments([record(task="digits", layers=MLP, p=0.8, lam=0.01)])
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def tree(out):
     return {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
 
 
-def test_a_report_of_one_run_is_whole(tiny, tmp_path):
+def test_report_of_one_run_has_all_files(tiny, tmp_path):
     out = tmp_path / "a" / "b"
-    written = report.write(tiny, out)
+    written = write(tiny, out)
     assert written[0] == out / "index.html"
     key = "digits-cpu-1500"
     assert tree(out) == {
@@ -48,8 +48,8 @@ def test_a_report_of_one_run_is_whole(tiny, tmp_path):
 
 
 @pytest.mark.usefixtures("drawn")
-def test_a_failure_leaves_the_old_report_as_it_was(tiny, tmp_path, monkeypatch):
-    report.write(tiny, tmp_path)
+def test_failure_keeps_old_report(tiny, tmp_path, monkeypatch):
+    write(tiny, tmp_path)
     before = {name: (tmp_path / name).read_bytes() for name in tree(tmp_path)}
 
     def fail(data):
@@ -57,17 +57,17 @@ def test_a_failure_leaves_the_old_report_as_it_was(tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(page, "page", fail)
     with pytest.raises(OSError, match="No space"):
-        report.write(studies([record(task="fashion")]), tmp_path)
+        write(experiments([record(task="fashion")]), tmp_path)
     assert {name: (tmp_path / name).read_bytes() for name in tree(tmp_path)} == before
 
 
 @pytest.mark.usefixtures("drawn")
-def test_what_an_older_report_left_is_cleared_and_nothing_else(tiny, tmp_path):
-    report.write(tiny, tmp_path)
+def test_only_files_of_older_report_are_deleted(tiny, tmp_path):
+    write(tiny, tmp_path)
     for mine in ("notes.md", "figures/mine.png", "tables/digits-cpu-1500/mine.csv"):
         (tmp_path / mine).parent.mkdir(exist_ok=True)
         (tmp_path / mine).write_text("my own")
-    report.write(studies([record(task="fashion")]), tmp_path)
+    write(experiments([record(task="fashion")]), tmp_path)
     assert tree(tmp_path) == {
         "index.html",
         "files.json",
@@ -84,38 +84,38 @@ def test_what_an_older_report_left_is_cleared_and_nothing_else(tiny, tmp_path):
     ["not json", '{"a": 1}', "[1]", json.dumps(["../precious.txt", "/etc/hosts", "notes.md",
      "tables/../precious.txt", "figures/../../precious.txt", "tables/x/../../y/precious.txt"])],
 )  # fmt: skip
-def test_a_list_that_was_altered_deletes_nothing(tiny, tmp_path, listed):
+def test_invalid_file_list_deletes_nothing(tiny, tmp_path, listed):
     out = tmp_path / "out"
     out.mkdir()
     precious = [tmp_path / "precious.txt", out / "precious.txt", out / "notes.md"]
     for path in precious:
         path.write_text("keep")
     (out / "files.json").write_text(listed)
-    report.write(tiny, out)
+    write(tiny, out)
     assert all(path.read_text() == "keep" for path in precious)
 
 
 @pytest.mark.usefixtures("drawn")
-def test_several_tasks_have_their_own_folders(several, tmp_path):
-    report.write(studies(several), tmp_path)
+def test_each_experiment_has_its_folder(several, tmp_path):
+    write(experiments(several), tmp_path)
     assert {path.name for path in (tmp_path / "tables").iterdir()} == {
         "digits-quick-600",
         "shakespeare-cpu-1500",
     }
 
 
-def test_where_every_run_diverged_there_is_a_page_and_no_figure(tmp_path):
-    report.write(studies([record(diverged=True)]), tmp_path)
+def test_diverged_runs_give_page_without_figures(tmp_path):
+    write(experiments([record(diverged=True)]), tmp_path)
     assert not list(tmp_path.glob("figures/*/*"))
     assert (tmp_path / "index.html").is_file()
 
 
-def test_contours_are_drawn_where_there_are_any(tmp_path, several, monkeypatch):
+def test_contour_figure_only_with_surfaces(tmp_path, several, monkeypatch):
     drawn = []
     monkeypatch.setattr(folder.drawing, "save", lambda figure, path: drawn.append(path.name))
-    report.write(studies(several)[1:], tmp_path)
+    write(experiments(several)[1:], tmp_path)
     assert "contours.png" in drawn
     drawn.clear()
-    report.write(studies(several)[:1], tmp_path)
+    write(experiments(several)[:1], tmp_path)
     assert drawn
     assert "contours.png" not in drawn

@@ -10,8 +10,8 @@ from importlib.resources import files
 import pytest
 
 from pdecay.lab.report import best, page
-from pdecay.lab.report.payload import chosen, notes, payload
-from pdecay.lab.report.study import studies
+from pdecay.lab.report.experiments import experiments
+from pdecay.lab.report.page_data import initial_run, notes, page_data
 from pdecay.lab.report.style import Style
 
 from .synthetic import record
@@ -44,10 +44,10 @@ class _Elements(HTMLParser):
 
 
 def made(*records):
-    return page.page(payload([Style(study) for study in studies(records)]))
+    return page.page(page_data([Style(experiment) for experiment in experiments(records)]))
 
 
-def test_the_page_loads_nothing():
+def test_page_loads_nothing():
     text = made(record(p=0.8, lam=0.01))
     elements = _Elements(text)
     for tag, attributes in elements.found:
@@ -60,7 +60,7 @@ def test_the_page_loads_nothing():
     assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
 
 
-def test_only_its_own_script_may_run():
+def test_policy_allows_only_own_script():
     elements = _Elements(made(record(p=0.8, lam=0.01)))
     data, script = elements.all("script")
     (style,) = elements.all("style")
@@ -78,7 +78,7 @@ def test_only_its_own_script_may_run():
 
 
 @pytest.mark.parametrize("place", ["method", "task", "option", "layer"])
-def test_what_a_record_says_stays_data(place):
+def test_text_of_records_is_escaped(place):
     given = {
         "method": lambda: record(HOSTILE, p=0.8, lam=0.01),
         "task": lambda: record(task=HOSTILE),
@@ -100,7 +100,7 @@ def _strings(value):
     return [value] if isinstance(value, str) else []
 
 
-def test_the_script_writes_text_and_never_html():
+def test_script_never_parses_html():
     folder = files("pdecay.lab.report") / "assets"
     scripts = [file for file in folder.iterdir() if file.name.endswith(".js")]
     assert {file.name.removesuffix(".js") for file in scripts} == set(page._SCRIPTS)
@@ -111,40 +111,43 @@ def test_the_script_writes_text_and_never_html():
             assert word not in text, f"{file.name}: {word}"
 
 
-def test_equal_records_make_equal_pages():
+def test_page_is_reproducible():
     runs = [record(p=0.8, lam=lam, seed=seed) for lam in (0.01, 0.03) for seed in (0, 1)]
     assert made(*runs) == made(*reversed(runs))
 
 
-def test_the_numbers_are_those_of_the_records(swept):
-    data = json.loads(json.dumps(payload([Style(swept)])))
-    (study,) = data["studies"]
-    assert [run["accuracy"] for run in study["runs"]] == [
+def test_page_data_match_records(swept):
+    data = json.loads(json.dumps(page_data([Style(swept)])))
+    (experiment,) = data["experiments"]
+    assert [run["accuracy"] for run in experiment["runs"]] == [
         run["result"]["accuracy"] for run in swept.runs
     ]
-    assert [point["accuracy"] for point in study["points"]["means"]] == [
+    assert [point["accuracy"] for point in experiment["points"]["means"]] == [
         point.accuracy for point in swept.means
     ]
-    run, shown = swept.runs[11], study["runs"][11]
+    run, shown = swept.runs[11], experiment["runs"][11]
     assert shown["id"] == run["id"]
-    table = study["layerTables"][shown["layers"]["table"]]
+    table = experiment["layerTables"][shown["layers"]["table"]]
     assert [layer[0] for layer in table] == [layer["name"] for layer in run["result"]["layers"]]
     assert shown["layers"]["zeros"] == [layer["zeros"] for layer in run["result"]["layers"]]
     assert shown["curve"]["accuracy"] == pytest.approx(
         [p["accuracy"] for p in run["curve"]], rel=1e-5
     )
-    assert len(study["layerTables"]) == 1  # the names of layers are kept once
-    dense = study["points"]["means"][study["adamw"]["means"]]
-    assert dense["accuracy"] == best.adamw(swept.means).accuracy
-    alone = study["points"]["runs"][study["adamw"]["runs"]]
-    assert alone["accuracy"] == best.adamw(swept.singles).accuracy
-    assert study["runs"][study["chosen"]]["id"] == best.balanced(swept.means).runs[0]["id"]
+    assert len(experiment["layerTables"]) == 1  # the names of layers are kept once
+    dense = experiment["points"]["means"][experiment["dense"]["means"]]
+    assert dense["accuracy"] == best.dense_reference(swept.means).accuracy
+    alone = experiment["points"]["runs"][experiment["dense"]["runs"]]
+    assert alone["accuracy"] == best.dense_reference(swept.singles).accuracy
+    assert (
+        experiment["runs"][experiment["initialRun"]]["id"]
+        == best.best_tradeoff(swept.means).runs[0]["id"]
+    )
 
 
-def test_the_facts(swept):
-    (study,) = payload([Style(swept)])["studies"]
-    facts = {fact["what"]: fact for fact in study["facts"]}
-    dense = best.adamw(swept.means)
+def test_facts(swept):
+    (experiment,) = page_data([Style(swept)])["experiments"]
+    facts = {fact["title"]: fact for fact in experiment["facts"]}
+    dense = best.dense_reference(swept.means)
     assert facts["Best AdamW"]["value"] == f"{dense.accuracy:.2f} %"
     close = swept.means[facts["Sparsest less than 2 points below AdamW"]["point"]]
     assert close.accuracy > dense.accuracy - 2
@@ -155,7 +158,7 @@ def test_the_facts(swept):
 
 
 @pytest.mark.parametrize(
-    ("runs", "told"),
+    ("runs", "starts"),
     [
         ([record("adamw")], []),
         ([record(p=0.8)], ["there is no AdamW run"]),
@@ -171,13 +174,21 @@ def test_the_facts(swept):
         ),
     ],
 )  # fmt: skip
-def test_notes_say_what_is_thin(study, runs, told):
-    found = notes(study(*runs))
-    assert len(found) == len(told)
-    assert all(note.startswith(start) for note, start in zip(found, told, strict=True))
+def test_notes(experiment, runs, starts):
+    found = [note for note in notes(experiment(*runs)) if "split" not in note]
+    assert len(found) == len(starts)
+    assert all(note.startswith(start) for note, start in zip(found, starts, strict=True))
 
 
-def test_a_run_is_chosen_even_where_none_is_reliable(study):
-    found = study(record(p=0.8, seed=0), record(p=0.8, seed=1, diverged=True))
-    assert chosen(found) is found.runs[0]
-    assert chosen(study(record(diverged=True))) is None
+def test_initial_run_without_reliable_setting(experiment):
+    found = experiment(record(p=0.8, seed=0), record(p=0.8, seed=1, diverged=True))
+    assert initial_run(found) is found.runs[0]
+    assert initial_run(experiment(record(diverged=True))) is None
+
+
+def test_notes_name_the_split(experiment):
+    runs = [record("adamw"), record(p=0.8)]
+    assert any("measured on the validation split" in note for note in notes(experiment(*runs)))
+    for run in runs:
+        run["result"]["test_accuracy"] = run["result"]["accuracy"] - 1
+    assert any("on the test split" in note for note in notes(experiment(*runs)))

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from matplotlib.colors import to_rgb
 
-from pdecay.lab.report.study import studies
-from pdecay.lab.report.style import INK, Style, marker_path
+from pdecay.lab.report.experiments import experiments
+from pdecay.lab.report.style import Style, marker_path
 
 from .synthetic import record
 
@@ -20,50 +20,55 @@ def contrast(one, other):
 
 
 def style(*made):
-    (found,) = studies(made)
+    (found,) = experiments(made)
     return Style(found)
 
 
-def test_every_colour_can_be_seen_on_paper_and_on_a_dark_screen(swept):
+def test_colours_have_contrast_on_light_and_dark(swept):
     chosen = Style(swept)
-    for light, dark in [*chosen.colours.values(), *(norm.colour for norm in chosen.norms)]:
+    for light, dark in [*chosen.colours.values(), *(one.colour for one in chosen.p_ranges)]:
         assert contrast(light, "#ffffff") > 2
         assert contrast(dark, "#15171b") > 4
 
 
-def test_a_method_has_its_marker_and_a_p_its_colour(swept):
+def test_marker_by_method_and_colour_by_p(swept):
     chosen = Style(swept)
     assert len(set(chosen.markers.values())) == len(swept.methods)
     colours = {(point.method, point.p): chosen.colour(point) for point in swept.means}
     assert colours["padam", 0.8] == colours["elastic", 0.8] == colours["target", 0.8]
-    assert len({colours["padam", p] for p in swept.norms}) == len(swept.norms)
-    assert colours["adamw", None] == INK
+    assert len({colours["padam", p] for p in swept.p_values}) == len(swept.p_values)
+    assert colours["adamw", None] == ("#222222", "#e6e6e6")
 
 
-def test_methods_of_the_users_own_look_unlike():
+def test_custom_methods_look_different():
     chosen = style(*(record(f"mine:{name}") for name in "ABC"))
     assert len(set(chosen.markers.values())) == 3
     assert len(set(chosen.colours.values())) == 3
 
 
-def test_very_many_p_are_intervals():
+def test_many_p_values_become_intervals():
     values = [round(0.3 + 0.037 * k, 3) for k in range(40)]
     chosen = style(*(record(p=p, lam=0.01) for p in values))
-    assert 2 < len(chosen.norms) <= 12
-    for point in chosen.study.means:
-        place = chosen.norm(point)
+    assert 2 < len(chosen.p_ranges) <= 12
+    for point in chosen.experiment.means:
+        place = chosen.p_index(point)
         assert place is not None
-        assert chosen.norms[place].low <= point.p <= chosen.norms[place].high
-    assert chosen.norms[0].label == "0.2 to 0.4"
+        assert chosen.p_ranges[place].low <= point.p <= chosen.p_ranges[place].high
+    assert chosen.p_ranges[0].label == "0.2 to 0.4"
 
 
-def test_few_p_are_named_one_by_one():
+def test_p_values_with_many_digits_become_intervals():
+    chosen = style(*(record(p=p, lam=0.01) for p in (0.512345, 0.798765, 1.023456)))
+    assert all(len(one.label) <= len("0.75 to 0.8") for one in chosen.p_ranges)
+
+
+def test_few_p_values_have_own_labels():
     chosen = style(*(record(p=p, lam=0.01) for p in (1.0, 0.5, 2.0)))
-    assert [norm.label for norm in chosen.norms] == ["0.5", "1", "2"]
+    assert [one.label for one in chosen.p_ranges] == ["0.5", "1", "2"]
 
 
 @pytest.mark.parametrize("marker", list("oPsD^Xv*h<>pd8"))
-def test_markers_are_svg_paths_of_about_one_size(marker):
+def test_markers_are_svg_paths_of_similar_size(marker):
     path = marker_path(marker)
     assert path.startswith("M")
     assert path.endswith("Z")

@@ -6,7 +6,7 @@ import io
 import pytest
 
 from pdecay.lab.report import best, tables
-from pdecay.lab.report.study import studies
+from pdecay.lab.report.experiments import experiments
 from pdecay.lab.report.style import Style
 
 from .synthetic import record
@@ -21,7 +21,7 @@ def files(swept):
     return {name: read(text) for name, text in tables.files(Style(swept)).items()}
 
 
-def test_accuracy_above_a_given_sparsity(swept, files):
+def test_table_of_accuracy_at_levels(swept, files):
     rows = files["above_sparsity.csv"]
     assert [(row["method"], row["p"]) for row in rows] == [
         ("adamw", ""),
@@ -39,12 +39,12 @@ def test_accuracy_above_a_given_sparsity(swept, files):
         assert max(map(float, of_each)) == expected
     assert rows[0]["accuracy_0"]
     assert rows[0]["accuracy_70"] == rows[0]["deviation_70"] == rows[0]["setting_70"] == ""
-    winner = best.above(padam, 0.9)
+    winner = best.at_sparsity(padam, 0.9)
     assert rows[1]["setting_90"] == swept.name(winner)
-    assert float(rows[1]["deviation_90"]) == winner.spread
+    assert float(rows[1]["deviation_90"]) == winner.deviation
 
 
-def test_all_runs_and_settings_are_listed(swept, files):
+def test_tables_list_all_runs_and_settings(swept, files):
     assert len(files["runs.csv"]) == len(swept.runs) + len(swept.failed) == 423
     assert [row["status"] for row in files["runs.csv"]].count("diverged") == 6
     assert len(files["settings.csv"]) == len(swept.means)
@@ -56,14 +56,14 @@ def test_all_runs_and_settings_are_listed(swept, files):
     assert row["lam"] == ""
 
 
-def test_the_front_is_listed_from_dense_to_sparse(swept, files):
+def test_front_table_is_sorted_by_sparsity(swept, files):
     rows = files["front.csv"]
-    assert len(rows) == len(best.front(swept.means))
+    assert len(rows) == len(best.pareto_front(swept.means))
     sparsities = [float(row["sparsity"]) for row in rows]
     assert sparsities == sorted(sparsities)
 
 
-def test_layers_of_each_run(swept, files):
+def test_layer_table(swept, files):
     run = swept.runs[7]
     rows = [row for row in files["layers.csv"] if row["id"] == run["id"]]
     layers = run["result"]["layers"]
@@ -73,14 +73,14 @@ def test_layers_of_each_run(swept, files):
     assert rows[0]["shape"] == "65 x 128"
 
 
-def test_a_single_run_has_no_deviation():
-    (study,) = studies([record(p=0.8, lam=0.01)])
-    (row,) = read(tables.files(Style(study))["settings.csv"])
+def test_single_run_has_no_deviation():
+    (experiment,) = experiments([record(p=0.8, lam=0.01)])
+    (row,) = read(tables.files(Style(experiment))["settings.csv"])
     assert row["deviation"] == ""
 
 
-def test_strange_names_keep_to_their_cell():
-    (study,) = studies([record('mine:"M",\n=1+1', p=0.8, lam=0.01, note="a,b")])
-    (row,) = read(tables.files(Style(study))["settings.csv"])
+def test_csv_quotes_unusual_names():
+    (experiment,) = experiments([record('mine:"M",\n=1+1', p=0.8, lam=0.01, note="a,b")])
+    (row,) = read(tables.files(Style(experiment))["settings.csv"])
     assert row["method"] == 'mine:"M",\n=1+1'
     assert row["note"] == "a,b"

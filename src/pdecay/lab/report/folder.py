@@ -1,4 +1,4 @@
-"""The report's folder: made beside its place and moved there when all of it is done."""
+"""The report folder: written to a temporary folder first, then moved into place."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from pathlib import Path, PurePosixPath
 from matplotlib.figure import Figure
 
 from pdecay.lab import drawing
-from pdecay.lab.report import (
-    best,
-    contours,
-    figures,
-    page,
-    payload,
-    tables,
-)
-from pdecay.lab.report.study import Study
+from pdecay.lab.report import best, contours, figures, page, page_data, tables
+from pdecay.lab.report.experiments import Experiment
 from pdecay.lab.report.style import Style
 
-PAGE = "index.html"
-_LIST = "files.json"  # what a report consists of, so that the next one can clear it away
+_PAGE = "index.html"
+_FILE_LIST = "files.json"  # the files of a report, so that the next report can delete them
 
 
-def write(studies: Sequence[Study], out: Path) -> list[Path]:
-    """See `pdecay.lab.report.write`."""
+def write(experiments: Sequence[Experiment], out: Path) -> list[Path]:
+    """Write the page, the figures and the tables of some experiments to a folder.
+
+    An existing report stays complete if this one fails. Files of an older report that this one
+    does not contain are deleted. Other files are kept.
+
+    Returns:
+        The written files, the page first.
+    """
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".report-", dir=out) as name:
-        made = Path(name)
-        styles = [Style(study) for study in studies]
+        new = Path(name)
+        styles = [Style(experiment) for experiment in experiments]
         for style in styles:
-            _draw(style, made / "figures" / style.study.key)
-            _list(style, made / "tables" / style.study.key)
-        (made / PAGE).write_text(page.page(payload.payload(styles)), encoding="utf-8")
-        written = sorted(path.relative_to(made).as_posix() for path in made.rglob("*.*"))
-        (made / _LIST).write_text(json.dumps(written, indent=1) + "\n")
-        older = _listed(out)
-        # The page last: until then the old one stands, and it needs no other file.
-        for file in sorted([*written, _LIST], key=lambda file: file == PAGE):
+            _write_figures(style, new / "figures" / style.experiment.key)
+            _write_tables(style, new / "tables" / style.experiment.key)
+        (new / _PAGE).write_text(page.page(page_data.page_data(styles)), encoding="utf-8")
+        written = sorted(path.relative_to(new).as_posix() for path in new.rglob("*.*"))
+        (new / _FILE_LIST).write_text(json.dumps(written, indent=1) + "\n")
+        older = _older_files(out)
+        # The page is moved last: the old page works until then, as it needs no other file.
+        for file in sorted([*written, _FILE_LIST], key=lambda file: file == _PAGE):
             (out / file).parent.mkdir(parents=True, exist_ok=True)
-            (made / file).replace(out / file)
-        _clear(out, older - set(written))
-    return [out / PAGE, *(out / file for file in written if file != PAGE)]
+            (new / file).replace(out / file)
+        _delete(out, older - set(written))
+    return [out / _PAGE, *(out / file for file in written if file != _PAGE)]
 
 
-def _draw(style: Style, folder: Path) -> None:
+def _write_figures(style: Style, folder: Path) -> None:
     folder.mkdir(parents=True)
     for name, figure in _figures(style):
         for kind in ("png", "svg"):
@@ -54,49 +54,49 @@ def _draw(style: Style, folder: Path) -> None:
 
 
 def _figures(style: Style) -> Iterator[tuple[str, Figure]]:
-    study = style.study
-    run = payload.chosen(study)
+    experiment = style.experiment
+    run = page_data.initial_run(experiment)
     if run is None:  # every run diverged
         return
     yield "accuracy", figures.accuracy(style)
     yield "tradeoff", figures.tradeoff(style)
-    scale = contours.scale(study.means)
-    surfaces = [surface for surface in contours.surfaces(study, scale) if surface.drawn]
+    scale = contours.colour_scale(experiment.means)
+    surfaces = [one for one in contours.surfaces(experiment, scale) if one.bands]
     if surfaces:
         yield "contours", figures.contours(style, surfaces, scale)
-    name = next(study.name(point) for point in study.means if run in point.runs)
-    dense = best.adamw(study.means)
+    name = next(experiment.name(point) for point in experiment.means if run in point.runs)
+    dense = best.dense_reference(experiment.means)
     if run["result"]["layers"]:
-        yield "layers", figures.layers(style, run, name)
+        yield "layers", figures.layers(run, name)
     if run["curve"]:
-        yield "curves", figures.curves(style, run, dense.runs[0] if dense else None, name)
+        yield "curves", figures.curves(run, dense.runs[0] if dense else None, name)
 
 
-def _list(style: Style, folder: Path) -> None:
+def _write_tables(style: Style, folder: Path) -> None:
     folder.mkdir(parents=True)
     for name, text in tables.files(style).items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def _listed(out: Path) -> set[str]:
-    """The files of the report that is there, by its own list; none if that makes no sense."""
+def _older_files(out: Path) -> set[str]:
+    """Return the files of the report in a folder; none if its list is missing or invalid."""
     try:
-        names = json.loads((out / _LIST).read_text())
+        names = json.loads((out / _FILE_LIST).read_text())
     except (OSError, ValueError):
         return set()
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return set()
-    return {name for name in names if _is_ours(PurePosixPath(name))}
+    return {name for name in names if _is_report_file(PurePosixPath(name))}
 
 
-def _is_ours(path: PurePosixPath) -> bool:
-    """Whether a report could have written it: nothing else is ever deleted."""
+def _is_report_file(path: PurePosixPath) -> bool:
+    """Return whether a report can contain this path. No other file is ever deleted."""
     return (
         len(path.parts) == 3 and path.parts[0] in ("figures", "tables") and ".." not in path.parts
     )
 
 
-def _clear(out: Path, files: set[str]) -> None:
+def _delete(out: Path, files: set[str]) -> None:
     for file in sorted(files):
         (out / file).unlink(missing_ok=True)
         for folder in (out / file).parents[:2]:

@@ -1,8 +1,9 @@
-"""The page: one HTML file that needs nothing else.
+"""The HTML page: one file that loads nothing else.
 
-The files of ``assets/`` are put together with the data. Whatever a record holds cannot leave its
-place: the data are JSON in which ``<``, ``>`` and ``&`` are escaped, the script writes text and
-never HTML, and the page's own security policy lets no other script run and nothing be loaded.
+`page` inserts the files of ``assets/`` and the data into ``index.html``. Text from records cannot
+be executed: the data are JSON with ``<``, ``>`` and ``&`` escaped, the script creates text nodes
+and never parses HTML, and the content security policy allows only the page's own script and style,
+by their digests.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ _SCRIPTS = ("core", "best", "tip", "scatter", "contours", "run", "tables", "main
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The page around `data`, which is what `payload.payload` gives."""
-    style = _part("style.css")
-    script = '"use strict";\n{\n' + "\n".join(_part(f"{name}.js") for name in _SCRIPTS) + "}\n"
+    """Return the HTML page for the result of `page_data.page_data`."""
+    style = _asset("style.css")
+    script = '"use strict";\n{\n' + "\n".join(_asset(f"{name}.js") for name in _SCRIPTS) + "}\n"
     parts = {
         "style": style,
         "style_digest": _digest(style),
         "script": script,
         "script_digest": _digest(script),
-        "data": _json(data),
+        "data": _escaped_json(data),
         "version": pdecay.__version__,
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part("index.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("index.html"))
 
 
-def _part(name: str) -> str:
+def _asset(name: str) -> str:
     return (files("pdecay.lab.report") / "assets" / name).read_text(encoding="utf-8")
 
 
@@ -44,8 +45,8 @@ def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-def _json(data: Mapping[str, Any]) -> str:
-    """JSON that a script element can hold: no text of it can end the element or begin a comment."""
+def _escaped_json(data: Mapping[str, Any]) -> str:
+    """Return JSON that cannot end its script element or start a comment."""
     plain = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for sign in "<>&":
         plain = plain.replace(sign, f"\\u{ord(sign):04x}")

@@ -1,8 +1,8 @@
-"""Colours and markers, the same in the static figures and on the page.
+"""Colours and markers, identical in the static figures and on the page.
 
-A method has its marker. Methods with a p are coloured by it, from small to large along plasma;
-the others have colours of Okabe and Ito or Tol. Each colour is a pair: for light paper and for a
-dark screen.
+Each method has a marker. Methods with a p are coloured by p along the plasma colour map; other
+methods have fixed colours that colour-blind readers can distinguish. A colour is a pair: for a
+light and for a dark background.
 """
 
 from __future__ import annotations
@@ -19,138 +19,129 @@ from matplotlib.colors import to_hex
 from matplotlib.markers import MarkerStyle
 from matplotlib.path import Path
 
-from pdecay.lab.report.study import Point, Study
+from pdecay.lab.report.experiments import Experiment, Point
 
-Pair = tuple[str, str]
+Colour = tuple[str, str]
 
-INK: Pair = ("#222222", "#e6e6e6")
-_MARKERS = {
-    "adamw": "P",
-    "padam": "o",
-    "elastic": "s",
-    "target": "D",
-    "dwf": "^",
-    "mp": "X",
-    "gmp": "v",
-    "oto": "*",
-    "l1": "h",
-}
-_COLOURS: dict[str, Pair] = {
-    "adamw": INK,
+_MARKERS = {"adamw": "P", "padam": "o", "elastic": "s", "target": "D", "dwf": "^", "mp": "X",
+            "gmp": "v", "oto": "*", "l1": "h"}  # fmt: skip
+_SPARE_MARKERS = ("<", ">", "p", "d", "8")
+_COLOURS: dict[str, Colour] = {
+    "adamw": ("#222222", "#e6e6e6"),
     "mp": ("#009E73", "#3CCB9F"),
     "gmp": ("#3B9BD0", "#62BDF0"),
     "oto": ("#C98500", "#F2C230"),
     "l1": ("#6B8E23", "#A9CC55"),
     "dwf": ("#7A5C2E", "#CDB183"),
 }
+_SPARE_COLOURS: tuple[Colour, ...] = (
+    ("#44AA99", "#7FD6C8"),
+    ("#999933", "#D2D26B"),
+    ("#666666", "#AAAAAA"),
+)
+_PLASMA = (0.0, 0.74)  # the part of the colour map that is visible on white
+_LIGHTEN = (0.5, 0.1)  # how far its two ends move towards white on a dark background
+_MAX_P_RANGES = 12
+# Factors that make markers of different shapes look equally large.
 _SIZES = {"*": 1.45, "D": 0.8, "s": 0.88, "d": 0.95, "P": 1.15, "X": 1.1}
-_COMMANDS = {
+_SVG_COMMANDS = {
     int(Path.MOVETO): "M",
     int(Path.LINETO): "L",
     int(Path.CURVE3): "Q",
     int(Path.CURVE4): "C",
     int(Path.CLOSEPOLY): "Z",
 }
-_SPARE_MARKERS = ("<", ">", "p", "d", "8")
-_SPARE_COLOURS: tuple[Pair, ...] = (
-    ("#44AA99", "#7FD6C8"),
-    ("#999933", "#D2D26B"),
-    ("#666666", "#AAAAAA"),
-)
-_PLASMA = (0.0, 0.74)  # what of it can be seen on white
-_LIGHTER = (0.5, 0.1)  # how far its dark and its light end move to white on a dark screen
-_MOST_NORMS = 12
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A value of p, or, where there are very many, an interval of them, and its colour."""
+class PRange:
+    """A value of p, or an interval where there are many values, and its colour."""
 
     low: float
     high: float
-    colour: Pair
+    colour: Colour
 
     @property
     def label(self) -> str:
-        return f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
+        low, high = f"{self.low:.3g}", f"{self.high:.3g}"
+        return low if low == high else f"{low} to {high}"
 
 
 @dataclass(frozen=True)
 class Style:
-    """How the points of a study look."""
+    """Colours and markers of an experiment."""
 
-    study: Study
+    experiment: Experiment
 
     @cached_property
-    def norms(self) -> tuple[Norm, ...]:
-        """The values of p; intervals where a search has drawn more than a reader can tell apart."""
-        values = self.study.norms
-        ends = [(p, p) for p in values] if len(values) <= _MOST_NORMS else _intervals(values)
+    def p_ranges(self) -> tuple[PRange, ...]:
+        """The values of p; intervals where there are too many, or where they have many digits."""
+        values = self.experiment.p_values
+        is_short = all(p == float(f"{p:.3g}") for p in values)
+        few = is_short and len(values) <= _MAX_P_RANGES
+        ends = [(p, p) for p in values] if few else _intervals(values)
         return tuple(
-            Norm(*pair, colour) for pair, colour in zip(ends, _plasma(len(ends)), strict=True)
+            PRange(*pair, colour) for pair, colour in zip(ends, _plasma(len(ends)), strict=True)
         )
 
-    def norm(self, point: Point) -> int | None:
-        """The place of a point's p in `norms`."""
+    def p_index(self, point: Point) -> int | None:
+        """Return the index in `p_ranges` of a point's p."""
         if point.p is None:
             return None
-        return next(k for k, norm in enumerate(self.norms) if point.p <= norm.high)
+        return next(k for k, one in enumerate(self.p_ranges) if point.p <= one.high)
+
+    @cached_property
+    def methods_with_p(self) -> frozenset[str]:
+        return frozenset(point.method for point in self.experiment.means if point.p is not None)
 
     @cached_property
     def markers(self) -> dict[str, str]:
-        """Each method's marker, by matplotlib's name for it."""
-        own = [method for method in self.study.methods if method not in _MARKERS]
-        spare = {m: _SPARE_MARKERS[k % len(_SPARE_MARKERS)] for k, m in enumerate(own)}
-        return {method: _MARKERS.get(method) or spare[method] for method in self.study.methods}
+        """Each method's marker, by its matplotlib name."""
+        spare = itertools.cycle(_SPARE_MARKERS)
+        return {m: _MARKERS.get(m) or next(spare) for m in self.experiment.methods}
 
     @cached_property
-    def colours(self) -> dict[str, Pair]:
-        """Each method's colour, where p does not decide it."""
-        own = [method for method in self.study.methods if method not in _COLOURS]
-        spare = {m: _SPARE_COLOURS[k % len(_SPARE_COLOURS)] for k, m in enumerate(own)}
-        return {method: _COLOURS.get(method) or spare[method] for method in self.study.methods}
+    def colours(self) -> dict[str, Colour]:
+        """Each method's colour, for methods without p."""
+        spare = itertools.cycle(_SPARE_COLOURS)
+        return {m: _COLOURS.get(m) or next(spare) for m in self.experiment.methods}
 
-    def colour(self, point: Point) -> Pair:
-        norm = self.norm(point)
-        return self.colours[point.method] if norm is None else self.norms[norm].colour
+    def colour(self, point: Point) -> Colour:
+        index = self.p_index(point)
+        return self.colours[point.method] if index is None else self.p_ranges[index].colour
 
 
 def marker_path(marker: str) -> str:
-    """A marker as the data of an SVG path, about 1 from its middle to its rim."""
+    """Return a marker as SVG path data with a radius of about 1."""
     style = MarkerStyle(marker)
     path = style.get_path().transformed(style.get_transform())
+    # SVG's y axis points down; adding 0 turns -0 into 0.
+    flip = 2 * marker_size(marker) * np.array([1, -1])
     return "".join(
-        _COMMANDS[int(code)] + ("" if code == Path.CLOSEPOLY else _numbers(vertices, size(marker)))
+        _SVG_COMMANDS[int(code)]
+        + " ".join(f"{x:g}" for x in (flip * vertices.reshape(-1, 2)).round(3).ravel() + 0.0)
+        * int(code != Path.CLOSEPOLY)
         for vertices, code in path.iter_segments(curves=True, simplify=False)
     )
 
 
-def size(marker: str) -> float:
-    """How much larger than matplotlib's a marker is drawn, so that all weigh the same."""
+def marker_size(marker: str) -> float:
+    """Return the factor by which a marker is enlarged to look as large as the others."""
     return _SIZES.get(marker, 1.0)
 
 
-def _numbers(vertices: np.ndarray, scale: float) -> str:
-    flipped = 2 * scale * vertices.reshape(-1, 2) * (1, -1)  # SVG's y points down
-    return " ".join(f"{value:g}" for value in flipped.round(3).ravel() + 0.0)  # no -0
-
-
-def _plasma(count: int) -> list[Pair]:
+def _plasma(count: int) -> list[Colour]:
     shares = np.array([0.3]) if count == 1 else np.linspace(0, 1, count)
     light = matplotlib.colormaps["plasma"](np.interp(shares, (0, 1), _PLASMA))[:, :3]
-    dark = light + (1 - light) * np.interp(shares, (0, 1), _LIGHTER)[:, None]
+    dark = light + (1 - light) * np.interp(shares, (0, 1), _LIGHTEN)[:, None]
     return [(to_hex(one), to_hex(other)) for one, other in zip(light, dark, strict=True)]
 
 
 def _intervals(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Round intervals that hold all values, and at most twelve of them."""
+    """Return at most `_MAX_P_RANGES` round intervals that contain all values."""
     span = values[-1] - values[0]
-    width = next(
-        step
-        for decade in range(-3, 9)
-        for step in (10.0**decade, 2 * 10.0**decade, 5 * 10.0**decade)
-        if span / step <= _MOST_NORMS - 2
-    )
+    steps = (factor * 10.0**decade for decade in range(-2, 9) for factor in (1, 2, 5))
+    width = next(step for step in steps if span / step <= _MAX_P_RANGES - 2)
     first, last = math.floor(values[0] / width), math.ceil(values[-1] / width)
     ends = [round(k * width, 12) for k in range(first, last + 1)]
     return [

@@ -1,135 +1,103 @@
-"""The tables of a study, as CSV."""
+"""The CSV tables of an experiment."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from pdecay.lab.report import best
-from pdecay.lab.report.study import Point, Study
-from pdecay.lab.report.style import Norm, Style
+from pdecay.lab.report.experiments import Point
+from pdecay.lab.report.style import Style
 from pdecay.lab.train.records import Record
 
-Rows = Sequence[Sequence[object]]
+Rows = Iterable[Iterable[object]]
 
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the paper's table: a method, over all its p or for one, and its best settings.
-
-    Args:
-        method: its name.
-        norm: the p, or None for the best of all.
-        cells: for each of `best.LEVELS` the most accurate setting that is so sparse, if any.
-    """
-
-    method: str
-    norm: Norm | None
-    cells: tuple[Point | None, ...]
-
-
-def above_sparsity(style: Style) -> list[Row]:
-    """Accuracy above a given sparsity, for each method, and for each p of those that have many."""
-    rows = []
-    for method in style.study.methods:
-        points = [point for point in style.study.means if point.method == method]
-        rows.append(_row(method, None, points))
-        norms = sorted({place for point in points if (place := style.norm(point)) is not None})
-        if len(norms) > 1:
-            for place in norms:
-                of_norm = [point for point in points if style.norm(point) == place]
-                rows.append(_row(method, style.norms[place], of_norm))
-    return rows
+_POINT_MEASURES = ("accuracy", "deviation", "test_accuracy", "test_deviation", "sparsity",
+                   "tradeoff")  # fmt: skip
+_RUN_MEASURES = ("accuracy", "test_accuracy", "loss", "sparsity", "tradeoff", "total_sparsity",
+                 "weights")  # fmt: skip
 
 
 def files(style: Style) -> dict[str, str]:
-    """All tables, by file name."""
-    study = style.study
+    """Return the text of all tables by file name."""
+    experiment = style.experiment
     tables: dict[str, Rows] = {
         "above_sparsity.csv": _above_sparsity(style),
-        "front.csv": _settings(study, best.front(study.means)),
-        "settings.csv": _settings(study, study.means),
-        "runs.csv": _runs([*study.runs, *study.failed]),
-        "layers.csv": _layers(study.runs),
+        "front.csv": _settings(best.pareto_front(experiment.means)),
+        "settings.csv": _settings(experiment.means),
+        "runs.csv": _runs([*experiment.runs, *experiment.failed]),
+        "layers.csv": _layers(experiment.runs),
     }
     return {name: _csv(rows) for name, rows in tables.items()}
 
 
-def _row(method: str, norm: Norm | None, points: Sequence[Point]) -> Row:
-    return Row(method, norm, tuple(best.above(points, level) for level in best.LEVELS))
-
-
 def _above_sparsity(style: Style) -> Rows:
-    head: list[object] = ["method", "p"]
-    for level in best.LEVELS:
-        head += [f"{name}_{100 * level:g}" for name in ("accuracy", "deviation", "setting")]
-    rows: list[list[object]] = [head]
-    for row in above_sparsity(style):
-        line: list[object] = [row.method, row.norm.label if row.norm else ""]
-        for point in row.cells:
-            line += [point.accuracy, point.spread, style.study.name(point)] if point else [""] * 3
-        rows.append(line)
-    return rows
-
-
-def _settings(study: Study, points: Iterable[Point]) -> Rows:
-    points = list(points)
-    names = _option_names(run for point in points for run in point.runs)
-    head = ["accuracy", "deviation", "sparsity", "tradeoff", "seeds", "diverged"]
-    return [
-        ["method", "lr", *names, *head],
-        *(
-            [
-                point.method,
-                point.lr,
-                *(point.options.get(name, "") for name in names),
-                point.accuracy,
-                point.spread,
-                point.sparsity,
-                point.tradeoff,
-                len(point.runs),
-                point.diverged,
-            ]
-            for point in points
-        ),
+    """Return the most accurate setting at each level: a row per method, and per p of a method."""
+    columns = ("accuracy", "deviation", "test_accuracy", "setting")
+    yield [
+        "method",
+        "p",
+        "settings",
+        *(f"{name}_{100 * level:g}" for level in best.LEVELS for name in columns),
     ]
+    for method in style.experiment.methods:
+        points = [point for point in style.experiment.means if point.method == method]
+        yield _levels(style, method, "", points)
+        used = sorted({index for point in points if (index := style.p_index(point)) is not None})
+        for index in used if len(used) > 1 else ():
+            with_p = [point for point in points if style.p_index(point) == index]
+            yield _levels(style, method, style.p_ranges[index].label, with_p)
+
+
+def _levels(style: Style, method: str, p: str, points: Sequence[Point]) -> list[object]:
+    row: list[object] = [method, p, len(points)]
+    for level in best.LEVELS:
+        point = best.at_sparsity(points, level)
+        if point is None:
+            row += [""] * 4
+        else:
+            name = style.experiment.name(point) + ", collapsed" * point.collapsed
+            row += [point.accuracy, point.deviation, point.test_accuracy, name]
+    return row
+
+
+def _settings(points: Sequence[Point]) -> Rows:
+    names = _option_names(run for point in points for run in point.runs)
+    yield ["method", "lr", *names, *_POINT_MEASURES, "seeds", "diverged", "collapsed"]
+    for point in points:
+        yield [
+            point.method,
+            point.lr,
+            *(point.options.get(name, "") for name in names),
+            *(getattr(point, name) for name in _POINT_MEASURES),
+            len(point.runs),
+            point.diverged,
+            point.collapsed,
+        ]
 
 
 def _runs(records: Sequence[Record]) -> Rows:
     names = _option_names(records)
-    measures = ("accuracy", "loss", "sparsity", "tradeoff", "total_sparsity", "weights")
-    return [
-        ["id", "status", "method", "seed", "lr", *names, *measures, "seconds"],
-        *(
-            [
-                record["id"],
-                record["status"],
-                *(record["settings"][name] for name in ("method", "seed", "lr")),
-                *(record["settings"]["options"].get(name, "") for name in names),
-                *(record["result"][name] for name in measures),
-                record["timing"].get("seconds", ""),
-            ]
-            for record in records
-        ),
-    ]
+    yield ["id", "status", "method", "seed", "lr", *names, *_RUN_MEASURES, "seconds"]
+    for record in records:
+        settings = record["settings"]
+        yield [
+            record["id"],
+            record["status"],
+            *(settings[name] for name in ("method", "seed", "lr")),
+            *(settings["options"].get(name, "") for name in names),
+            *(record["result"].get(name) for name in _RUN_MEASURES),
+            record["timing"].get("seconds", ""),
+        ]
 
 
 def _layers(records: Iterable[Record]) -> Rows:
-    return [
-        ["id", "layer", "shape", "size", "zeros"],
-        *(
-            [record["id"], layer["name"], " x ".join(map(str, layer["shape"])), *_counts(layer)]
-            for record in records
-            for layer in record["result"]["layers"]
-        ),
-    ]
-
-
-def _counts(layer: dict[str, Any]) -> list[int]:
-    return [layer["size"], layer["zeros"]]
+    yield ["id", "layer", "shape", "size", "zeros"]
+    for record in records:
+        for layer in record["result"]["layers"]:
+            shape = " x ".join(map(str, layer["shape"]))
+            yield [record["id"], layer["name"], shape, layer["size"], layer["zeros"]]
 
 
 def _option_names(records: Iterable[Record]) -> list[str]:

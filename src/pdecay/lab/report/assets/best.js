@@ -1,24 +1,22 @@
-// What is best among the points that are shown: the rules of best.py, which the tests hold
-// together with these.
+// Selection rules for the points that the filters show; the same rules as in best.py.
 
-/** The points that no other beats in both sparsity and accuracy, from dense to sparse. */
-function front(points) {
+/** The points that no other beats in sparsity and accuracy, from dense to sparse. */
+function paretoFront(points) {
   const ordered = [...points].sort((a, b) => b.sparsity - a.sparsity || b.accuracy - a.accuracy);
-  const kept = [];
+  const found = [];
   let highest = -Infinity;
   for (const point of ordered) {
-    if (point.reliable && point.accuracy > highest) {
-      kept.push(point);
+    if (point.recommended && point.accuracy > highest) {
+      found.push(point);
       highest = point.accuracy;
     }
   }
-  return kept.reverse();
+  return found.reverse();
 }
 
-/** The first of the greatest points, by two measures, or null. */
+/** The first of the points that are greatest by two measures, or null. */
 function greatest(points, first, second) {
-  const reliable = points.filter((point) => point.reliable);
-  return reliable.reduce(
+  return points.reduce(
     (top, point) =>
       top === null || point[first] > top[first] ||
       (point[first] === top[first] && point[second] > top[second]) ? point : top,
@@ -26,18 +24,18 @@ function greatest(points, first, second) {
   );
 }
 
-/** The most accurate point that is at least so sparse, or null. */
-const above = (points, level) =>
-  greatest(points.filter((point) => point.sparsity >= level - DATA.rounding), "accuracy", "sparsity");
+/** The most accurate point with at least this sparsity, or null. */
+const atSparsity = (points, level) =>
+  greatest(points.filter((point) => point.reliable && point.sparsity >= level - DATA.rounding), "accuracy", "sparsity");
 
 /** The point with the best trade-off, or null. */
-const balanced = (points) => greatest(points, "tradeoff", "sparsity");
+const bestTradeoff = (points) => greatest(points.filter((point) => point.recommended), "tradeoff", "sparsity");
 
-/** The points that are so bad that a plot which shows them would show nothing else. */
-function collapsed(points) {
+/** The points so far below the others that a plot with them would be unreadable. */
+function cropped(points) {
   const accuracies = points.map((point) => point.accuracy).sort((a, b) => a - b);
   const highest = accuracies.at(-1);
   const median = accuracies[Math.floor((accuracies.length - 1) / 2)];
-  const floor = highest - Math.max(DATA.reach * (highest - median), 1);
+  const floor = highest - Math.max(DATA.crop * (highest - median), 1);
   return points.filter((point) => point.accuracy < floor);
 }

@@ -1,4 +1,4 @@
-// Accuracy over (lr, lam): one panel for each method and p. Python has computed the polygons.
+// Accuracy over (lr, lam): one panel for each method and p. Python computed the polygons.
 
 function drawScale(host, { levels, colours, surfaces }) {
   host.hidden = !surfaces.some(({ bands }) => bands.length);
@@ -6,7 +6,7 @@ function drawScale(host, { levels, colours, surfaces }) {
     h("div", { class: "band" },
       place < levels.length ? h("span", {}, significant(levels[place])) : null,
       h("i", { style: { "--c": fill } })));
-  host.replaceChildren(h("span", { class: "unit" }, "accuracy, %"), h("div", { class: "bands" }, ...bands));
+  host.replaceChildren(h("span", { class: "unit" }, "validation accuracy, %"), h("div", { class: "bands" }, ...bands));
 }
 
 function drawContours(host, contours) {
@@ -14,17 +14,17 @@ function drawContours(host, contours) {
   const shown = contours.surfaces.filter((surface) => isShown(surface));
   if (!shown.length) {
     host.append(h("p", { class: "empty" }, contours.surfaces.length
-      ? "No panel is shown: turn a method or a p on."
-      : "No method that ran has a lam, so there is nothing to draw here."));
+      ? "All panels are hidden: enable a method or a p."
+      : "No contours: none of the methods has a lam."));
     return;
   }
   for (const surface of shown.filter(({ bands }) => bands.length)) {
     const plot = h("div", {});
-    host.append(h("div", { class: "panel" }, h("h4", {}, glued(surface.title)), h("p", {}, surface.note), plot));
+    host.append(h("div", { class: "panel" }, h("h4", {}, noBreak(surface.title)), h("p", {}, surface.note), plot));
     drawSurface(plot, surface, contours);
   }
   const missing = shown.filter(({ bands }) => !bands.length);
-  const reasons = missing.map(({ title, note }) => h("p", {}, h("b", {}, glued(title)), ` ${note}.`));
+  const reasons = missing.map(({ title, note }) => h("p", {}, h("b", {}, noBreak(title)), ` ${note}.`));
   if (missing.length > 3) {
     host.append(h("details", { class: "panel" },
       h("summary", {}, `${missing.length} more without contours`), ...reasons));
@@ -45,7 +45,7 @@ function drawSurface(host, surface, { colours }) {
   }
   svg.append(s("line", { class: "axis", x1: x0, x2: x0, y1: y0, y2: y1 }));
 
-  // Polygons are in shares of the axes: the group stretches them to pixels, its y pointing up.
+  // Polygons are in shares of the axes; the group scales them to pixels, with y pointing up.
   const stretched = s("g", { transform: `translate(${x0} ${y0}) scale(${x1 - x0} ${y1 - y0})` });
   surface.bands.forEach((path, place) => {
     if (!path) return;
@@ -64,12 +64,12 @@ function drawSurface(host, surface, { colours }) {
     const [cx, cy] = [x(cell.x), y(cell.y)];
     if (cell.point === null) {
       svg.append(s("path", {
-        class: cell.diverged ? "cell diverged" : "cell hole",
+        class: cell.diverged ? "cell diverged" : "cell gap",
         d: cell.diverged ? `M${cx - 4} ${cy - 4}l8 8m0 -8l-8 8` : `M${cx - 3.5} ${cy - 3.5}h7v7h-7z`,
       }, s("title", {}, `lr ${cell.lr}, lam ${cell.lam}: ${cell.diverged ? "diverged" : "not run"}`)));
       continue;
     }
-    const point = view.study.points.means[cell.point];
+    const point = view.experiment.points.means[cell.point];
     const node = s("circle", { class: "cell", cx, cy, r: 2.6 });
     svg.append(node);
     marks.push({ x: cx, y: cy, node, point, tip: () => tipOf(point), choose: () => choosePoint(point) });

@@ -1,9 +1,9 @@
-// The small things: elements, colours, numbers, scales.
-// All text goes in as text nodes. Nothing here, or in any other file, parses HTML.
+// Helpers: elements, colours, numbers, scales.
+// All text is inserted as text nodes. No file parses HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element with attributes, `style` properties, `on` listeners, and children (nodes or text). */
+/** Set attributes, `style` properties, `on` listeners, and children (nodes or text). */
 function element(node, attributes = {}, ...children) {
   const { style = {}, on = {}, ...plain } = attributes;
   for (const [name, value] of Object.entries(plain)) {
@@ -18,21 +18,24 @@ const h = (tag, ...rest) => element(document.createElement(tag), ...rest);
 const s = (tag, ...rest) => element(document.createElementNS(SVG, tag), ...rest);
 const $ = (id) => document.getElementById(id);
 
-/** A pair of colours, for light and dark, as one. */
+/** A pair of colours for light and dark as one CSS colour. */
 const colour = ([light, dark]) => `light-dark(${light}, ${dark})`;
 
 const percent = (share, digits = 2) => `${(100 * share).toFixed(digits)} %`;
-const accuracyText = (point) =>
-  point.accuracy.toFixed(2) + (point.spread === null ? "" : ` ± ${point.spread.toFixed(2)}`) + " %";
+/** Accuracy and deviation on the validation split (prefix "") or the test split ("test_"). */
+const accuracyText = (point, prefix = "") => {
+  const deviation = point[`${prefix}deviation`];
+  return point[`${prefix}accuracy`].toFixed(2) + (deviation === null ? "" : ` ± ${deviation.toFixed(2)}`) + " %";
+};
 const significant = (value) => String(Number(value.toPrecision(4)));
 const grouped = (value) => value.toLocaleString("en-US");
-/** No line break within "lam = 0.01". */
-const glued = (text) => text.replaceAll(" = ", "\u00a0=\u00a0");
+/** Prevent line breaks within "lam = 0.01". */
+const noBreak = (text) => text.replaceAll(" = ", "\u00a0=\u00a0");
 
-/** A scale from a domain to pixels. */
+/** A linear scale from a domain to pixels. */
 const linear = ([a, b], [from, to]) => (value) => from + ((value - a) / (b - a || 1)) * (to - from);
 
-/** Round values within [low, high], about `count` of them. */
+/** About `count` round values within [low, high]. */
 function niceTicks(low, high, count) {
   const raw = (high - low || 1) / count;
   const decade = 10 ** Math.floor(Math.log10(raw));
@@ -44,7 +47,7 @@ function niceTicks(low, high, count) {
   return ticks;
 }
 
-/** A domain with room around its values, no narrower than `least`. */
+/** A domain with a margin around its values, at least `least` wide. */
 function padded(values, least) {
   const low = Math.min(...values);
   const high = Math.max(...values);
@@ -53,8 +56,8 @@ function padded(values, least) {
   return [low - room, high + room];
 }
 
-// The axis of zeros: linear, or logarithmic in the weights that are left. What is sparser than
-// MOST is drawn at its end.
+// The sparsity axis: linear, or logarithmic in the non-zero weights. Networks sparser than MOST are
+// drawn at its end.
 const MOST = 0.9999;
 const ZERO_TICKS = {
   log: [0, 50, 80, 90, 95, 98, 99, 99.5, 99.8, 99.9, 99.95, 99.98, 99.99],
@@ -63,7 +66,7 @@ const ZERO_TICKS = {
 const onAxis = (kind, sparsity) =>
   kind === "log" ? -Math.log10(1 - Math.min(sparsity, MOST)) : sparsity;
 
-/** Drop labels that would touch the one before; `width` estimates a label's. */
+/** Drop labels that overlap the previous one; `width` estimates a label's width. */
 function thinned(ticks, width) {
   let end = -Infinity;
   return ticks.filter(({ at, label }) => {

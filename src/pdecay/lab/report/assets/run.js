@@ -1,22 +1,23 @@
-// One run: its settings, its training and its layers.
+// Details of one run: settings, training curves and layers.
 
 function drawRun(index) {
-  const { study } = view;
-  const run = study.runs[index];
+  const { experiment } = view;
+  const run = experiment.runs[index];
   $("run").hidden = !run;
   if (!run) return;
-  const point = study.points.means.find(({ runs }) => runs.includes(index));
-  $("run-name").replaceChildren(glued(point.name));
+  const point = experiment.points.means.find(({ runs }) => runs.includes(index));
+  $("run-name").replaceChildren(noBreak(point.name));
   $("seeds").replaceChildren();
   if (point.runs.length > 1) {
     $("seeds").append("Seed", ...point.runs.map((other) => h("button", {
       type: "button", class: "chip", "aria-pressed": String(other === index),
       on: { click: () => chooseRun(other) },
-    }, String(study.runs[other].seed))));
+    }, String(experiment.runs[other].seed))));
   }
   const facts = [
     ...run.settings,
-    ["accuracy", `${run.accuracy.toFixed(2)} %`],
+    ["validation accuracy", `${run.accuracy.toFixed(2)} %`],
+    ["test accuracy", run.test_accuracy === null ? "" : `${run.test_accuracy.toFixed(2)} %`],
     ["sparsity", percent(run.sparsity)],
     ["loss", run.loss === null ? "" : significant(run.loss)],
     ["trade-off", run.tradeoff.toFixed(2)],
@@ -36,10 +37,10 @@ function duration(seconds) {
 }
 
 function drawCurves(run, point) {
-  const { study } = view;
-  const denseRun = study.adamw.means === null
-    ? null : study.runs[study.points.means[study.adamw.means].runs[0]];
-  const others = point.runs.map((index) => study.runs[index]).filter((other) => other !== run);
+  const { experiment } = view;
+  const denseRun = experiment.dense.means === null
+    ? null : experiment.runs[experiment.points.means[experiment.dense.means].runs[0]];
+  const others = point.runs.map((index) => experiment.runs[index]).filter((other) => other !== run);
   const dense = denseRun === run || others.includes(denseRun) ? null : denseRun;
   const lines = (name) => [
     dense && { kind: "dense", name: "best AdamW", of: dense, values: dense.curve[name] },
@@ -47,7 +48,7 @@ function drawCurves(run, point) {
     { kind: "", name: "this run", of: run, values: run.curve[name] },
   ].filter(Boolean);
   const notes = ["Solid: this run", dense && "dashed: the best AdamW", others.length && "thin: its other seeds",
-    "dotted: the loss in training"];
+    "dotted: training loss"];
   $("curves-note").replaceChildren(`${notes.filter(Boolean).join("; ")}.`);
   const host = $("curves");
   host.replaceChildren();
@@ -71,7 +72,7 @@ function drawCurves(run, point) {
 function drawCurve(host, label, lines, format, least) {
   const known = lines.flatMap(({ values }) => values.filter((value) => value !== null));
   if (!known.length) {
-    host.replaceChildren(h("p", {}, "Nothing was measured."));
+    host.replaceChildren(h("p", {}, "Not measured."));
     return;
   }
   const box = frame(host, { height: 210, left: 44, right: 22, name: `Training: ${label}` });
@@ -89,14 +90,14 @@ function drawCurve(host, label, lines, format, least) {
   for (const { kind, of, values } of lines) {
     let path = "";
     values.forEach((value, place) => {
-      // After a gap the line starts anew.
+      // Start a new line after a missing value.
       const joined = place > 0 && values[place - 1] !== null;
       if (value !== null) path += `${joined ? "L" : "M"}${x(of.curve.step[place]).toFixed(1)} ${y(value).toFixed(1)}`;
     });
     svg.append(s("path", { class: `line ${kind}`, d: path }));
   }
 
-  // A hair that follows the pointer, or the arrow keys, and reads all lines at the nearest step.
+  // A vertical line at the step nearest to the pointer, or moved by the arrow keys, with its values.
   const hair = s("line", { class: "hair", y1: y0, y2: y1, visibility: "hidden" });
   svg.append(hair);
   const { step } = lines.find(({ kind }) => kind === "").of.curve;
@@ -137,14 +138,14 @@ function drawCurve(host, label, lines, format, least) {
 }
 
 function drawLayers(run) {
-  const table = view.study.layerTables[run.layers.table];
+  const table = view.experiment.layerTables[run.layers.table];
   const rows = table.map(([name, shape, size], place) => {
     const left = size - run.layers.zeros[place];
     return { name, shape, size, left, share: size ? left / size : 0 };
   });
   const host = $("layers");
   if (!rows.length) {
-    host.replaceChildren(h("p", { class: "empty" }, "The record names no layers."));
+    host.replaceChildren(h("p", { class: "empty" }, "The record contains no layers."));
     return;
   }
   const longest = Math.max(...rows.map(({ share }) => share), 1e-6);
@@ -153,7 +154,7 @@ function drawLayers(run) {
   host.style.setProperty("--names", `${Math.min(longestName, 40) + 1}ch`);
   host.replaceChildren(
     h("div", { class: "layer" }, h("div", { class: "ends" },
-      h("span", {}, "0"), h("span", {}, `${significant(100 * end)} % left`))),
+      h("span", {}, "0"), h("span", {}, `${significant(100 * end)} %`))),
     ...rows.map(({ name, shape, size, left, share }) => h("div", { class: "layer", title: shape },
       h("span", { class: "layer-name" }, name),
       h("div", { class: "track" }, h("div", { class: "fill", style: { width: `${(100 * share) / end}%` } })),

@@ -1,6 +1,6 @@
-// A cloud of points over the axis of zeros: accuracy against sparsity, and the trade-off.
+// Scatter plots over sparsity: accuracy and trade-off.
 
-/** Axes, grid and labels. Returns the SVG and where the plot lies in it. */
+/** Create an SVG element; return it with the bounds of its plot area. */
 function frame(host, { height, left = 46, right = 20, top = 12, bottom = 44, name }) {
   const width = Math.max(240, Math.round(host.clientWidth));
   const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": name });
@@ -32,9 +32,9 @@ function drawAxes(box, xTicks, yTicks, xLabel, yLabel) {
   }
 }
 
-/** Where a label beside a horizontal line hides the fewest marks: left or right, above or below. */
+/** Find the position next to a horizontal line where a label covers the fewest marks. */
 function quietPlace({ x0, x1, y0, y1 }, marks, at, text) {
-  const width = 7.6 * text.length + 8; // it is bold
+  const width = 7.6 * text.length + 8; // bold text
   const places = [[x1 - width, -17], [x1 - width, 4], [x0 + 4, -17], [x0 + 4, 4]]
     .filter(([, up]) => at + up > y1 - 10 && at + up + 14 < y0)
     .map(([left, up]) => ({
@@ -45,17 +45,17 @@ function quietPlace({ x0, x1, y0, y1 }, marks, at, text) {
   return { x, y };
 }
 
-const SIZE = 5.2; // pixels from a marker's middle to its rim
+const SIZE = 5.2; // radius of a marker in pixels
 
 /**
- * Draw points over the axis of zeros; gives how many lie beyond the plot, at its edge.
+ * Draw points over sparsity. Returns the number of cropped points, which are drawn at the edge.
  *
- * measure: what is on the vertical axis. dense: the best AdamW, or null. staircase: whether to draw
- * the front. ringed: whether to ring the best trade-off. bars: whether to draw deviations.
+ * measure: the vertical axis. dense: the best AdamW, or null. staircase: draw the Pareto front.
+ * ringed: ring the best trade-off. bars: draw deviations.
  */
 function scatter(host, points, { measure, label, dense, staircase, ringed, bars, name }) {
   if (!points.length) {
-    host.replaceChildren(h("p", { class: "empty" }, "No run is shown: turn a method or a p on."));
+    host.replaceChildren(h("p", { class: "empty" }, "All runs are hidden: enable a method or a p."));
     return 0;
   }
   const narrow = host.clientWidth < 480;
@@ -63,18 +63,18 @@ function scatter(host, points, { measure, label, dense, staircase, ringed, bars,
   const { svg, x0, x1, y0, y1 } = box;
   const axis = view.axis;
 
-  const outside = new Set(view.crop ? collapsed(points) : []);
+  const outside = new Set(view.crop ? cropped(points) : []);
   const inside = points.filter((point) => !outside.has(point));
   const xEnd = Math.max(onAxis(axis, 0.9), ...inside.map((point) => onAxis(axis, point.sparsity)));
   const heights = inside.flatMap((point) => {
-    const spread = bars && point.spread ? point.spread : 0;
+    const spread = bars && point.deviation ? point.deviation : 0;
     return [point[measure] - spread, point[measure] + spread];
   });
   if (dense) heights.push(dense[measure]);
   const domain = padded(heights, 1);
   const xScale = linear([-0.025 * xEnd, 1.03 * xEnd], [x0, x1]);
   const y = linear(domain, [y0, y1]);
-  // What lies beyond the plot is drawn at its edge.
+  // Cropped points are drawn at the edge.
   const x = (value) => Math.min(xScale(value), x1 - SIZE);
   const place = (point) => [x(onAxis(axis, point.sparsity)), Math.min(y(point[measure]), y0 - SIZE)];
 
@@ -83,7 +83,7 @@ function scatter(host, points, { measure, label, dense, staircase, ringed, bars,
     ZERO_TICKS[axis].map((t) => ({ at: xScale(onAxis(axis, t / 100)), label: String(t) }))
       .filter(({ at }) => at <= x1 + 1),
     niceTicks(...domain, narrow ? 5 : 8).map((t) => ({ at: y(t), label: significant(t) })),
-    axis === "log" && !narrow ? "weights that are zero, %  (logarithmic in the weights that are left)"
+    axis === "log" && !narrow ? "weights that are zero, %  (logarithmic in the non-zero weights)"
       : "weights that are zero, %",
     label,
   );
@@ -93,31 +93,31 @@ function scatter(host, points, { measure, label, dense, staircase, ringed, bars,
   const layer = s("g", { "clip-path": `url(#${clip})` });
   svg.append(layer);
   if (dense) layer.append(s("line", { class: "reference", x1: x0, x2: x1, y1: y(dense[measure]), y2: y(dense[measure]) }));
-  const best = front(points);
+  const best = paretoFront(points);
   if (staircase && best.length) {
-    // At each sparsity, the best accuracy of all that are at least so sparse.
+    // At each sparsity, the best accuracy of all points that are at least that sparse.
     let path = `M${x0} ${y(best[0].accuracy)}`;
     for (const point of best) path += `V${y(point.accuracy)}H${x(onAxis(axis, point.sparsity))}`;
     layer.append(s("path", { class: "front-line", d: path }));
   }
 
   const onFront = new Set(best);
-  // On top lie those on the front, then AdamW's, which all else is compared with.
-  const rank = (point) => 2 * onFront.has(point) + (view.study.methods[point.method].name === "adamw");
+  // Draw the front on top, below it AdamW, below it the others.
+  const rank = (point) => 2 * onFront.has(point) + (view.experiment.methods[point.method].name === "adamw");
   const ordered = [...points].sort((a, b) => rank(a) - rank(b));
   const marks = ordered.map((point) => {
     const [px, py] = place(point);
     const tint = { "--c": colour(pointColour(point)) };
-    if (bars && point.spread && !outside.has(point)) {
+    if (bars && point.deviation && !outside.has(point)) {
       layer.append(s("line", {
         class: "spread", style: tint, x1: px, x2: px,
-        y1: y(point[measure] - point.spread), y2: y(point[measure] + point.spread),
+        y1: y(point[measure] - point.deviation), y2: y(point[measure] + point.deviation),
       }));
     }
     const classes = ["mark", onFront.has(point) && "front", !point.reliable && "unreliable",
       outside.has(point) && "outside"];
     const node = s("path", {
-      class: classes.filter(Boolean).join(" "), d: view.study.methods[point.method].marker,
+      class: classes.filter(Boolean).join(" "), d: view.experiment.methods[point.method].marker,
       transform: `translate(${px.toFixed(2)} ${py.toFixed(2)}) scale(${SIZE})`, style: tint,
       "data-point": point.index,
     });
@@ -126,7 +126,7 @@ function scatter(host, points, { measure, label, dense, staircase, ringed, bars,
   });
 
   const ring = (at, kind, radius) => s("circle", { class: kind, cx: at.x, cy: at.y, r: radius });
-  const top = ringed && balanced(points);
+  const top = ringed && bestTradeoff(points);
   if (top) layer.append(ring(marks.find((mark) => mark.point === top), "ring", 11));
   if (dense) {
     const text = `best AdamW ${dense[measure].toFixed(2)}`;

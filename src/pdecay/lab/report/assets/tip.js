@@ -1,6 +1,6 @@
-// The tooltip, and the marks that have one: by mouse, by touch and by keyboard.
+// The tooltip, and marks that respond to mouse, touch and keyboard.
 
-/** Show a title and rows of [name, value] beside a place on the screen. */
+/** Show a title and rows of [name, value] next to a position on the screen. */
 function showTip(place, title, rows) {
   const tip = $("tip");
   tip.replaceChildren(
@@ -31,13 +31,13 @@ const middle = (node) => {
 };
 
 /**
- * Make the marks of a plot answer: the nearest one to the pointer shows its tip, a click or tap
- * chooses it. The plot is one stop of the tab key; the arrows go from mark to mark.
+ * Make the marks of a plot interactive: the mark nearest to the pointer shows its tooltip, a click
+ * or tap chooses it. The tab key stops once in each plot; the arrow keys move between marks.
  *
  * marks: [{x, y, node, tip: () => [title, rows], choose: () => void}], x and y in the SVG's pixels.
  */
 function interactive(svg, marks) {
-  const reach = 28; // pixels: a finger is not a needle
+  const reach = 28; // pixels; large enough for touch
   const nearest = (event) => {
     const box = svg.getBoundingClientRect();
     const scale = svg.viewBox.baseVal.width / box.width;
