@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pdecay.deployment.compact import CompactError as CompactError
     from pdecay.deployment.compact import CompactReport as CompactReport
     from pdecay.deployment.compact import compact as compact
+    from pdecay.deployment.export import export_onnx as export_onnx
     from pdecay.deployment.files import FileFormatError as FileFormatError
     from pdecay.deployment.files import SaveReport as SaveReport
     from pdecay.deployment.files import load as load
@@ -92,6 +93,7 @@ _HOME = {
     "CompactError": "deployment.compact",
     "CompactReport": "deployment.compact",
     "compact": "deployment.compact",
+    "export_onnx": "deployment.export",
     "FileFormatError": "deployment.files",
     "SaveReport": "deployment.files",
     "load": "deployment.files",

@@ -28,7 +28,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from pdecay.deployment.compact import CompactReport, compact
-    from pdecay.deployment.export.programs import HOW_TO_LOAD, save
+    from pdecay.deployment.export.torch_file import HOW_TO_LOAD, export_torch
     from pdecay.deployment.model.errors import DeploymentError
 
     if args.out is not None:
@@ -41,7 +41,7 @@ def _run(args: argparse.Namespace) -> int:
         if not report.units and not report.left:
             sys.stdout.write("no unit is dead: only exact zeros count (--prune T makes them)\n")
         if args.out is not None:
-            sys.stdout.write(f"\nwritten: {save(smaller, example, args.out)}\n")
+            sys.stdout.write(f"\nwritten: {export_torch(smaller, args.out, example)}\n")
     except (DeploymentError, TypeError) as error:
         raise UsageError(str(error)) from None
     return 0

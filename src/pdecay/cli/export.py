@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace) -> int:
             smaller = compact(model, example)
             before, after = CompactReport.of(smaller).parameters
             sys.stdout.write(f"compacted: {before:,} parameters -> {after:,}\n")
-            sys.stdout.write(f"{onnx.export(smaller, example, args.onnx)}\n")
+            sys.stdout.write(f"{onnx.export_onnx(smaller, args.onnx, example)}\n")
     except (DeploymentError, TypeError) as error:
         raise UsageError(str(error)) from None
     for file, dense in ((args.sparse, False), (args.dense, True)):

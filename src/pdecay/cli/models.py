@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_target(option: str, path: Path, suffixes: Iterable[str]) -> None:
     """Before the work, not after it: that a file can be written, and is of the kind it is to be."""
-    from pdecay.deployment.export.programs import target_of
+    from pdecay.deployment.export import target
 
     try:
-        target_of(path, suffixes)
+        target.check_target(path, suffixes)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
     check_writable(path.parent)

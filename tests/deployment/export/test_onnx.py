@@ -1,4 +1,4 @@
-"""ONNX files: the same outputs in ONNX Runtime, or no file."""
+"""ONNX export: equal outputs in ONNX Runtime, or no file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pdecay.deployment.compact import compact
-from pdecay.deployment.export import onnx
+from pdecay.deployment.export import export_onnx, onnx
 from pdecay.deployment.model.errors import ExportError
 
 from ..compact.models import build, kill
@@ -20,12 +20,12 @@ pytest.importorskip("onnxscript")
 
 
 @pytest.mark.parametrize("name", ["cnn", "attention", "encoder", "bag of words", "lstm"])
-def test_a_compacted_model_runs_in_onnx_runtime(tmp_path, name):
+def test_compacted_model_runs_in_onnx_runtime(tmp_path, name):
     model, example = build(name)
     kill(model, 0)
     model.eval()
     smaller = compact(model, example)
-    written = onnx.export(smaller, example, tmp_path / "model.onnx")
+    written = export_onnx(smaller, tmp_path / "model.onnx", example)
     assert written.difference < 1e-5
     assert written.free_batch
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
@@ -38,7 +38,7 @@ def test_a_compacted_model_runs_in_onnx_runtime(tmp_path, name):
     torch.testing.assert_close(torch.from_numpy(got), model(many).detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_keyword_arguments_several_outputs_and_all_as_it_was(tmp_path):
+def test_keyword_arguments_and_nested_outputs_restore_modes(tmp_path):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -54,76 +54,78 @@ def test_keyword_arguments_several_outputs_and_all_as_it_was(tmp_path):
     modes = [module.training for module in model.modules()]
     level = logging.getLogger("torch.onnx").level
     example = {"x": torch.randn(1, 3), "scale": torch.randn(1, 1)}
-    assert onnx.export(model, example, tmp_path / "model.onnx").free_batch
+    assert export_onnx(model, tmp_path / "model.onnx", example).free_batch
     assert [module.training for module in model.modules()] == modes
     assert logging.getLogger("torch.onnx").level == level
 
 
-def test_the_file_does_not_tell_where_the_code_lies(tmp_path):
-    onnx.export(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "model.onnx")
+def test_file_contains_no_source_paths(tmp_path):
+    export_onnx(nn.Linear(3, 2), tmp_path / "model.onnx", torch.randn(1, 3))
     content = (tmp_path / "model.onnx").read_bytes()
     assert b"site-packages" not in content
     assert b"File" not in content
 
 
-def test_inputs_whose_batches_do_not_meet(tmp_path):
+def test_independent_inputs_have_separate_batch_axes(tmp_path):
     class Apart(nn.Module):
         def forward(self, x, y):
             return x + 1, y * 2
 
     example = (torch.randn(2, 3), torch.randn(2, 4))
-    assert onnx.export(Apart(), example, tmp_path / "model.onnx").free_batch
+    assert export_onnx(Apart(), tmp_path / "model.onnx", example).free_batch
     given = runtime.InferenceSession(tmp_path / "model.onnx").get_inputs()
     assert len({one.shape[0] for one in given}) == 2
 
 
-def test_a_model_for_one_batch_size_only(tmp_path):
+def test_model_with_fixed_batch_size(tmp_path):
     class Fixed(nn.Linear):
         def forward(self, x):
             return super().forward(x.view(2, 3))
 
-    written = onnx.export(Fixed(3, 4), torch.randn(2, 3), tmp_path / "model.onnx")
+    written = export_onnx(Fixed(3, 4), tmp_path / "model.onnx", torch.randn(2, 3))
     assert not written.free_batch
     assert "the example's batch size only" in str(written)
 
 
-def test_outputs_that_differ_are_no_file(tmp_path, monkeypatch):
+def test_different_outputs_keep_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx, "difference", lambda expected, got: 0.1)
-    (tmp_path / "model.onnx").write_bytes(b"as it was")
-    with pytest.raises(ExportError, match=r"differ from torch's by 1.0e-01"):
-        onnx.export(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "model.onnx")
+    (tmp_path / "model.onnx").write_bytes(b"old")
+    with pytest.raises(ExportError, match=r"ONNX Runtime and torch differ by 1.0e-01"):
+        export_onnx(nn.Linear(3, 2), tmp_path / "model.onnx", torch.randn(1, 3))
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
-    assert (tmp_path / "model.onnx").read_bytes() == b"as it was"
+    assert (tmp_path / "model.onnx").read_bytes() == b"old"
 
 
-def test_a_model_that_cannot_be_exported(tmp_path):
+def test_data_dependent_branch_is_rejected(tmp_path):
     class Deciding(nn.Linear):
         def forward(self, x):
             return super().forward(x) if x.sum() > 0 else x
 
     with pytest.raises(ExportError, match=r"torch.export failed on Deciding"):
-        onnx.export(Deciding(3, 2), torch.ones(1, 3), tmp_path / "model.onnx")
+        export_onnx(Deciding(3, 2), tmp_path / "model.onnx", torch.ones(1, 3))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
-def test_a_missing_package(tmp_path, monkeypatch, package):
+def test_missing_package(tmp_path, monkeypatch, package):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == package else found(name)
     )
-    with pytest.raises(ModuleNotFoundError, match=rf"{package} is not .* 'pdecay\[onnx\]'") as told:
-        onnx.export(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "model.onnx")
-    assert told.value.name == package
+    with pytest.raises(
+        ModuleNotFoundError, match=rf"{package} is not .* 'pdecay\[onnx\]'"
+    ) as caught:
+        export_onnx(nn.Linear(3, 2), tmp_path / "model.onnx", torch.randn(1, 3))
+    assert caught.value.name == package
 
 
-def test_bad_input(tmp_path):
+def test_invalid_arguments(tmp_path):
     with pytest.raises(TypeError, match=r"needs a torch.nn.Module, got str"):
-        onnx.export("model", torch.randn(1), tmp_path / "model.onnx")
+        export_onnx("model", tmp_path / "model.onnx", torch.randn(1))
     with pytest.raises(TypeError, match="must be a tensor, a tuple"):
-        onnx.export(nn.Linear(3, 2), 3, tmp_path / "model.onnx")
+        export_onnx(nn.Linear(3, 2), tmp_path / "model.onnx", 3)
     with pytest.raises(ValueError, match=r"the name must end with .onnx, got"):
-        onnx.export(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "model.pt")
+        export_onnx(nn.Linear(3, 2), tmp_path / "model.pt", torch.randn(1, 3))
     (tmp_path / "model.onnx").mkdir()
     with pytest.raises(ValueError, match="is a folder"):
-        onnx.export(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "model.onnx")
+        export_onnx(nn.Linear(3, 2), tmp_path / "model.onnx", torch.randn(1, 3))

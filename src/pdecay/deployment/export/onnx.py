@@ -1,4 +1,4 @@
-"""A model as an ONNX file, checked in ONNX Runtime before the file gets its name."""
+"""Export to ONNX, verified in ONNX Runtime before the file is put in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdecay.deployment.export.programs import target_of
+from pdecay.deployment.export.target import check_target
 from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import difference, outputs
@@ -26,13 +26,14 @@ _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """What :func:`export` wrote.
+    """A file written by :func:`export_onnx`.
 
     Args:
-        path: of the file.
-        nbytes: its size, with that of the file of weights beside it where there is one.
+        path: the file.
+        nbytes: its size, including a separate weight file of large models.
         free_batch: whether the first axis of the inputs may have any size.
-        difference: of ONNX Runtime's outputs to torch's, relative to the largest.
+        difference: the largest difference between the outputs of ONNX Runtime and torch, relative
+            to the largest element.
     """
 
     path: Path
@@ -48,8 +49,56 @@ class OnnxFile:
         )
 
 
+def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: Any) -> OnnxFile:
+    """Write a model in eval mode to an ONNX file and verify its outputs in ONNX Runtime.
+
+    The model is exported as it is. Call :func:`pdecay.compact` first to remove dead units: ONNX
+    Runtime has no sparse layers, so only smaller layers make the file faster.
+
+    Args:
+        model: the model; its training modes are restored.
+        path: the file to write, with the suffix ``.onnx``. An existing file is replaced after the
+            new one has been verified.
+        example_inputs: as for :func:`pdecay.compact`.
+
+    Returns:
+        The file's size and accuracy; ``str()`` formats them as one line.
+
+    Raises:
+        ModuleNotFoundError: if a package of the extra ``onnx`` is not installed.
+        ExportError: if the export fails, or if outputs differ by more than 1e-4 of the largest
+            element. Nothing is written then.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"export_onnx needs a torch.nn.Module, got {type(model).__name__}")
+    check_installed()
+    inputs = Inputs.of(example_inputs)
+    target = check_target(path, (".onnx",))
+    program = exported(model, inputs)
+    with quiet():
+        onnx_program: Any = torch.onnx.export(program.exported, dynamo=True, verbose=False)
+    _clean(onnx_program.model)
+    examples = [inputs, *([inputs.repeated()] if program.free_batch else [])]
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".onnx-") as folder:
+        # A large model is written as two files, and the first refers to the second by name. The
+        # temporary files therefore have their final names.
+        onnx_program.save(Path(folder, target.name))
+        with evaluating(model):
+            error = max(_difference(model, one, Path(folder, target.name)) for one in examples)
+        if error > TOLERANCE:
+            raise ExportError(
+                f"the outputs of ONNX Runtime and torch differ by {error:.1e} of the largest "
+                f"element, more than {TOLERANCE:g}: {target} was not written"
+            )
+        files = sorted(Path(folder).iterdir(), key=lambda file: file.name == target.name)
+        nbytes = sum(file.stat().st_size for file in files)
+        for file in files:  # the weight file first, so that the model never refers to a missing one
+            os.replace(file, target.with_name(file.name))
+    return OnnxFile(target, nbytes, program.free_batch, error)
+
+
 def check_installed() -> None:
-    """Raise a ModuleNotFoundError if one of the packages of the extra ``onnx`` is missing."""
+    """Raise ModuleNotFoundError if a package of the extra ``onnx`` is missing."""
     for package in _PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(
@@ -57,55 +106,8 @@ def check_installed() -> None:
             )
 
 
-def export(model: nn.Module, example_inputs: Any, path: str | os.PathLike[str]) -> OnnxFile:
-    """Write a model, in eval mode, to an ONNX file that gives the same outputs.
-
-    The model is exported as it is: :func:`pdecay.compact` it first. ONNX has no sparse layers that
-    its runtime would use, so that what makes the file faster is what compact has removed.
-
-    Args:
-        model: the model. Its modes are left as they are.
-        example_inputs: as for :func:`pdecay.compact`.
-        path: of the file, which ends with ``.onnx``; one that is there is replaced when the new
-            one has been checked.
-
-    Returns:
-        What was written; ``str()`` is a line.
-
-    Raises:
-        ModuleNotFoundError: if one of the packages of the extra ``onnx`` is not installed.
-        ExportError: if the model cannot be exported, or ONNX Runtime's outputs are not torch's to
-            1e-4 of the largest. Nothing is written then.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"export needs a torch.nn.Module, got {type(model).__name__}")
-    check_installed()
-    inputs = Inputs.of(example_inputs)
-    target = target_of(path, (".onnx",))
-    program = exported(model, inputs)
-    with quiet():
-        made: Any = torch.onnx.export(program.exported, dynamo=True, verbose=False)
-    _tidy(made.model)
-    checks = [inputs, *([inputs.repeated()] if program.free_batch else [])]
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".onnx-") as folder:
-        # A large model is two files, of which one names the other: both get their own names there.
-        made.save(Path(folder, target.name))
-        with evaluating(model):
-            off = max(_difference(model, one, Path(folder, target.name)) for one in checks)
-        if off > TOLERANCE:
-            raise ExportError(
-                f"ONNX Runtime's outputs differ from torch's by {off:.1e} of the largest, more "
-                f"than {TOLERANCE:g}: {target} was not written"
-            )
-        files = sorted(Path(folder).iterdir(), key=lambda file: file.name == target.name)
-        nbytes = sum(file.stat().st_size for file in files)
-        for file in files:  # the one that names the other last
-            os.replace(file, target.with_name(file.name))
-    return OnnxFile(target, nbytes, program.free_batch, off)
-
-
-def _tidy(model: Any) -> None:
-    """Take out the notes on the code that it comes from and where that lies; name the batch."""
+def _clean(model: Any) -> None:
+    """Remove metadata about source code, which includes local paths; name the batch axis."""
     graph = model.graph
     symbols = {dim for value in graph.inputs for dim in value.shape if not isinstance(dim, int)}
     values = [*graph.inputs, *graph.initializers.values()]
@@ -122,22 +124,22 @@ def _tidy(model: Any) -> None:
 
 
 def _difference(model: nn.Module, inputs: Inputs, path: Path) -> float:
-    """How far ONNX Runtime is off, running a file."""
-    runtime: Any = importlib.import_module("onnxruntime")  # which has no types
+    """Run a file in ONNX Runtime and return its difference from the model's outputs."""
+    runtime: Any = importlib.import_module("onnxruntime")  # it has no type annotations
     expected = outputs(model, inputs)
     given = inputs.tensors
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]
     if len(names) != len(given):
         raise ExportError(
-            f"the ONNX model has {len(names)} inputs, and the example {len(given)} tensors: "
-            "leave out of the example what the model does not use"
+            f"the ONNX model has {len(names)} inputs, but the example has {len(given)} tensors: "
+            "remove unused tensors from the example"
         )
     feed = {name: tensor.cpu().numpy() for name, tensor in zip(names, given, strict=True)}
     got = [torch.from_numpy(array) for array in session.run(None, feed)]
     if len(got) != len(expected):
         raise ExportError(
-            f"the ONNX model returns {len(got)} tensors, and the model {len(expected)}: let it "
-            "return tensors only (for transformers: use_cache=False)"
+            f"the ONNX model returns {len(got)} tensors, but the model returns {len(expected)}: "
+            "return only tensors (for transformers: use_cache=False)"
         )
     return difference([tensor.cpu() for tensor in expected], got)

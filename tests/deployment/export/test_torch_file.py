@@ -1,4 +1,4 @@
-"""Smaller models in files, and the two commands."""
+"""Export to .pt2 and .pt files, and the commands `pdecay compact` and `pdecay export`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import nn
 import pdecay
 from pdecay import cli
 from pdecay.deployment.compact import compact
-from pdecay.deployment.export.programs import save
-from pdecay.deployment.files import load
-from pdecay.deployment.files import save as save_weights
+from pdecay.deployment.export import export_torch
+from pdecay.deployment.files import load, save
 from pdecay.deployment.model.errors import ExportError
 
 USERS_MODULE = """
@@ -51,7 +50,7 @@ def example_does_not_fit(): return build()[0], torch.randn(1, 9)
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A directory with a user's module in it, as the current one."""
+    """Change to a directory that contains a user's module."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     (tmp_path / "users_model.py").write_text(USERS_MODULE)
@@ -77,10 +76,10 @@ def dead_units():
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pt2"])
-def test_a_file_gives_the_smaller_model_back(tmp_path, suffix):
+def test_exported_model_can_be_loaded(tmp_path, suffix):
     model, example = dead_units()
     smaller = compact(model, example)
-    saved = save(smaller, example, tmp_path / f"small{suffix}")
+    saved = export_torch(smaller, tmp_path / f"small{suffix}", example)
     if suffix == ".pt":
         again = torch.load(saved.path, weights_only=False)
         assert again.compact_report == smaller.compact_report
@@ -94,34 +93,34 @@ def test_a_file_gives_the_smaller_model_back(tmp_path, suffix):
     assert b"site-packages" not in saved.path.read_bytes()
 
 
-def test_a_model_that_cannot_be_written_leaves_nothing(tmp_path):
-    class Local(nn.Linear):  # which pickle does not find again
+def test_failed_export_leaves_no_file(tmp_path):
+    class Local(nn.Linear):  # pickle cannot import a local class
         pass
 
     with pytest.raises(ExportError, match=r"write a .pt2 instead"):
-        save(Local(3, 2), torch.randn(1, 3), tmp_path / "model.pt")
+        export_torch(Local(3, 2), tmp_path / "model.pt", torch.randn(1, 3))
     with pytest.raises(ValueError, match=r"must end with .pt2 or .pt, got"):
-        save(Local(3, 2), torch.randn(1, 3), tmp_path / "model.bin")
+        export_torch(Local(3, 2), tmp_path / "model.bin", torch.randn(1, 3))
     with pytest.raises(FileNotFoundError):
-        save(Local(3, 2), torch.randn(1, 3), tmp_path / "nowhere" / "model.pt2")
+        export_torch(Local(3, 2), tmp_path / "nowhere" / "model.pt2", torch.randn(1, 3))
     assert not list(tmp_path.iterdir())
-    save(Local(3, 2), torch.randn(1, 3), tmp_path / "model.pt2")
+    export_torch(Local(3, 2), tmp_path / "model.pt2", torch.randn(1, 3))
 
 
-def test_compact_says_what_goes(capsys, project):
+def test_compact_prints_removed_units(capsys, project):
     shown = run(capsys, "compact", "users_model:dead")
     assert shown.startswith("50 parameters -> 32 (36.0% fewer)\nremoved 3 units")
     assert "one.weight  8x3       5x3" in shown
     assert [file.name for file in project.iterdir() if file.is_file()] == ["users_model.py"]
 
 
-def test_compact_writes(capsys, project):
+def test_compact_writes_program(capsys, project):
     shown = run(capsys, "compact", "users_model:dead", "--out", "small.pt2")
     assert "written: small.pt2" in shown
     assert torch.export.load("small.pt2").module()(torch.randn(4, 3)).shape == (4, 2)
 
 
-def test_only_exact_zeros_count_unless_pruned(capsys, project):
+def test_compact_needs_exact_zeros_or_prune(capsys, project):
     shown = run(capsys, "compact", "users_model:small")
     assert "removed 0 units" in shown
     assert "only exact zeros count (--prune T makes them)" in shown
@@ -130,19 +129,19 @@ def test_only_exact_zeros_count_unless_pruned(capsys, project):
 
 
 @pytest.mark.parametrize("kind", ["torch", "sparse", "dense"])
-def test_weights_from_a_file(capsys, project, kind):
+def test_compact_loads_weights_from_file(capsys, project, kind):
     import users_model
 
     model, _ = users_model.dead()
     if kind == "torch":
         torch.save(model.state_dict(), "weights.pt")
     else:
-        save_weights(model, "weights.pt", dense=kind == "dense")
+        save(model, "weights.pt", dense=kind == "dense")
     shown = run(capsys, "compact", "users_model:build", "--weights", "weights.pt")
     assert "removed 3 units" in shown
 
 
-def test_export_writes_all_three(capsys, project):
+def test_export_writes_onnx_sparse_and_dense_files(capsys, project):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     import users_model
@@ -157,12 +156,12 @@ def test_export_writes_all_three(capsys, project):
     (got,) = runtime.InferenceSession("m.onnx").run(None, {"x": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(got), model(x).detach())
     for file in ("sparse.safetensors", "dense.safetensors"):
-        again = load(file, users_model.Model())  # of the model's own class: all units are there
+        again = load(file, users_model.Model())  # files hold the model before compaction
         torch.testing.assert_close(again(x), model(x))
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         (
             ["compact", "users_model:dead", "--out", "small.bin"],
@@ -189,13 +188,13 @@ def test_export_writes_all_three(capsys, project):
         ),
     ],
 )
-def test_a_mistake_is_one_line(capsys, project, argv, told):
+def test_errors_are_one_line(capsys, project, argv, message):
     torch.save(nn.Linear(2, 2).state_dict(), "other.pt")
     (project / "folder.pt2").mkdir()
-    assert told in run(capsys, *argv, code=2)
+    assert message in run(capsys, *argv, code=2)
 
 
-def test_a_run_of_train(capsys, project):
+def test_compact_reads_training_run(capsys, project):
     from pdecay.lab.train.training import Settings, train
 
     pytest.importorskip("sklearn")

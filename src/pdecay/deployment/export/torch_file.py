@@ -1,0 +1,78 @@
+"""Export to ``.pt2``, a program of torch.export, or ``.pt``, a pickled module."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+
+from pdecay._utils.files import replacing
+from pdecay.deployment.export.target import check_target
+from pdecay.deployment.model.errors import ExportError
+from pdecay.deployment.model.inputs import Inputs
+from pdecay.deployment.model.outputs import agree, outputs
+from pdecay.deployment.model.program import exported, quiet
+from pdecay.deployment.model.state import evaluating
+
+HOW_TO_LOAD = {
+    ".pt2": "torch.export.load(path).module()",
+    ".pt": "torch.load(path, weights_only=False)",
+}
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """A file written by :func:`export_torch`."""
+
+    path: Path
+    nbytes: int
+    how_to_load: str
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.nbytes:,} bytes); load it with {self.how_to_load}"
+
+
+def export_torch(model: nn.Module, path: str | os.PathLike[str], example_inputs: Any) -> TorchFile:
+    """Write a model together with its layer sizes, which compaction may have changed.
+
+    Args:
+        model: the model.
+        path: the file to write. ``.pt2`` is a program of torch.export in eval mode. It runs
+            without the model's code, for any batch size if the model allows it. ``.pt`` is the
+            module pickled by ``torch.save``.
+        example_inputs: as for :func:`pdecay.compact`.
+
+    Raises:
+        ExportError: if the model cannot be exported. Nothing is written then.
+    """
+    target = check_target(path, HOW_TO_LOAD)
+    inputs = Inputs.of(example_inputs)
+    with replacing(target) as file:
+        if target.suffix == ".pt2":
+            _write_program(model, inputs, file)
+        else:
+            _pickle(model, file)
+    return TorchFile(target, target.stat().st_size, HOW_TO_LOAD[target.suffix])
+
+
+def _write_program(model: nn.Module, inputs: Inputs, file: BinaryIO) -> None:
+    """Write a program, load it again, and compare its outputs."""
+    with quiet():
+        torch.export.save(exported(model, inputs).exported, file)
+        file.flush()
+        with open(file.name, "rb") as written:
+            program = torch.export.load(written).module()
+        with evaluating(model):
+            if not agree(outputs(model, inputs), outputs(program, inputs)):
+                raise ExportError("the exported program's outputs differ from the model's")
+
+
+def _pickle(model: nn.Module, file: BinaryIO) -> None:
+    try:
+        torch.save(model, file)
+    except Exception as error:
+        raise ExportError(f"the model cannot be pickled ({error}): write a .pt2 instead") from error
