@@ -281,7 +281,7 @@ def run(model: nn.Module, name: str, seed: int) -> str:
     if off > LARGEST[dtype] and not excused:
         raise ValueError(f"outputs differ by {off:.1e} of the largest")
     before, after = report.parameters
-    left = sum(len(one.units) for one in report.left)
+    left = sum(len(one.units) for one in report.kept)
     operations = sorted({one.rpartition("(")[2].rstrip(")") for one in report.unknown})
     blind = difference(expected, outputs(model, inputs_of(model, name, 3))) < 1e-3
     return (

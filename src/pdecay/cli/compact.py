@@ -38,7 +38,7 @@ def _run(args: argparse.Namespace) -> int:
         smaller = compact(model, example, fold=not args.no_fold)
         report = CompactReport.of(smaller)
         sys.stdout.write(f"{report}\n")
-        if not report.units and not report.left:
+        if not report.units and not report.kept:
             sys.stdout.write("no unit is dead: only exact zeros count (--prune T makes them)\n")
         if args.out is not None:
             sys.stdout.write(f"\nwritten: {export_torch(smaller, args.out, example)}\n")

@@ -130,7 +130,7 @@ def test_training_goes_on_as_it_would_have(make, kind):
     before = copy.deepcopy(optimizer.state_dict())
     smaller, carried = compact(model, x, optimizer=optimizer)
     assert smaller.compact_report.units == {"cnn": 5, "transformer": 4}[kind]
-    assert not smaller.compact_report.left
+    assert not smaller.compact_report.kept
     assert type(carried) is type(optimizer)
     assert str(optimizer.state_dict()) == str(before)
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
@@ -176,12 +176,12 @@ def test_no_bias_is_made_that_the_optimizer_does_not_know():
     model[0].weight.data[1] = 0
     smaller, _ = compact(model, torch.randn(4, 3), optimizer=torch.optim.AdamW(model.parameters()))
     assert smaller[0].out_features == 5
-    assert "has no bias, and the optimizer would not know a new one" in str(smaller.compact_report)
+    assert "has no bias, and the optimizer would not train a new one" in str(smaller.compact_report)
     assert compact(model, torch.randn(4, 3))[0].out_features == 4
 
 
 def test_an_optimizer_that_is_not_the_models_is_refused():
-    with pytest.raises(CompactError, match="not this model's"):
+    with pytest.raises(CompactError, match="not in this model"):
         compact(network(), data()[0], optimizer=OPTIMIZERS["PAdam"](network()))
     with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer, got str"):
         compact(network(), data()[0], optimizer="PAdam")
@@ -191,5 +191,5 @@ def test_an_optimizer_whose_state_has_other_shapes_is_refused():
     model = network()
     optimizer = torch.optim.Adafactor(model.parameters())
     train(model, optimizer, 1)
-    with pytest.raises(CompactError, match=r"keeps '\w+' of shape .* Make a new optimizer"):
+    with pytest.raises(CompactError, match=r"keeps '\w+' of shape .* create a new optimizer"):
         compact(model, data()[0], optimizer=optimizer)

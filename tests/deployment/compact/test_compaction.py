@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pdecay.deployment.compact import CompactError, compact
-from pdecay.deployment.compact.compaction import _Removal
+from pdecay.deployment.compact.compaction import _Compaction
 from pdecay.deployment.model.inputs import Inputs
 
 from .models import build, kill
@@ -176,7 +176,7 @@ def test_the_report():
         ("0.bias", (6,), (4,)),
         ("2.weight", (2, 6), (2, 4)),
     ]
-    assert [(one.layer, one.units) for one in report.left] == [("2.weight", (0,))]
+    assert [(one.layer, one.units) for one in report.kept] == [("2.weight", (0,))]
     assert str(report) == (
         "42 parameters -> 30 (28.6% fewer)\n"
         "removed 2 units: 1 because it is zero, 1 because nothing reads it\n"
@@ -186,7 +186,7 @@ def test_the_report():
         "0.weight  6x3       4x3\n"
         "2.weight  2x6       2x4\n"
         "\n"
-        "dead, but left:\n"
+        "dead units that were kept:\n"
         "  2.weight: 1 unit: 3 (native_layer_norm) mixes all of them"
     )
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
@@ -197,7 +197,7 @@ def test_numbers_of_units_are_those_of_the_original():
     model[2].weight.data[:, [0, 1]] = 0  # two units go
     model[0].weight.data[5] = 0  # a constant: it goes with fold, and stays without
     report = compact(model, torch.randn(4, 3), fold=False).compact_report
-    assert [(one.layer, one.units) for one in report.left] == [("0.weight", (5,))]
+    assert [(one.layer, one.units) for one in report.kept] == [("0.weight", (5,))]
 
 
 def test_the_smaller_model_pickles_copies_and_trains():
@@ -226,8 +226,8 @@ def test_twice_is_once():
         (nn.Identity(), (), CompactError, "does not run on example_inputs"),
         (dead_unit(), torch.randn(0, 4), ValueError, r"no elements, got .* shape \(0, 4\)"),
         (nn.DataParallel(dead_unit()), torch.randn(4, 3), CompactError, "give its .module"),
-        (nn.LazyLinear(3), torch.randn(4, 3), CompactError, "run the model once before"),
-        (nn.Linear(3, 2, device="meta"), torch.randn(4, 3), CompactError, "not here as a whole"),
+        (nn.LazyLinear(3), torch.randn(4, 3), CompactError, "run the model once before compact"),
+        (nn.Linear(3, 2, device="meta"), torch.randn(4, 3), CompactError, "on the meta device"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
@@ -239,7 +239,7 @@ def test_bad_input_is_an_error_that_says_so(model, example, error, told):
 def test_a_compiled_model_is_refused():
     compiled = nn.Identity()
     compiled._orig_mod = dead_unit()  # as torch.compile wraps it
-    with pytest.raises(CompactError, match="compact it, then compile it"):
+    with pytest.raises(CompactError, match="then compile the result"):
         compact(compiled, torch.randn(4, 3))
 
 
@@ -248,7 +248,7 @@ def test_a_model_that_is_random_in_eval_mode_is_refused():
         def forward(self, x):
             return super().forward(x) + torch.randn(1)
 
-    with pytest.raises(CompactError, match="something else each time"):
+    with pytest.raises(CompactError, match="different outputs for the same inputs"):
         compact(Noisy(3, 2), torch.randn(4, 3))
 
 
@@ -270,7 +270,7 @@ def test_a_model_that_cannot_be_copied_is_refused():
 
 def test_outputs_that_differ_are_refused(monkeypatch):
     """Whatever went wrong on the way: a model with other outputs never comes out."""
-    analysed = _Removal._analysed
+    analysed = _Compaction._analyse
 
     def spoiled(self, current):
         found = analysed(self, current)
@@ -278,7 +278,7 @@ def test_outputs_that_differ_are_refused(monkeypatch):
             current[2].bias.add_(1e-3)
         return found
 
-    monkeypatch.setattr(_Removal, "_analysed", spoiled)
+    monkeypatch.setattr(_Compaction, "_analyse", spoiled)
     with pytest.raises(CompactError, match=r"outputs differ by .* more than 1e-05"):
         compact(dead_unit(), torch.randn(4, 3))
 

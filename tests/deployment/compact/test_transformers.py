@@ -168,9 +168,9 @@ def test_units_of_all_experts_go_in_steps_that_the_kernel_takes():
     experts.down_proj.data[:, :, 3:9] = 0  # six, and its rows are multiples of 16 bytes
     smaller = compact(model, example)
     assert smaller.model.layers[0].mlp.experts.down_proj.shape[2] == 44
-    (left,) = (one for one in smaller.compact_report.left if "gate_up_proj" in one.layer)
-    assert left.units == (7, 8, 55, 56)
-    assert "multiples of 4" in left.why
+    (kept,) = (one for one in smaller.compact_report.kept if "gate_up_proj" in one.layer)
+    assert kept.units == (7, 8, 55, 56)
+    assert "multiple of 4" in kept.reason
 
 
 def test_code_that_cannot_run_with_less_keeps_only_its_own():

@@ -9,8 +9,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from pdecay.deployment.compact import compact
 from pdecay.deployment.compact.analysis import analyse
-from pdecay.deployment.compact.fitting import parting
-from pdecay.deployment.compact.plan import Plan
+from pdecay.deployment.compact.fitting import first_mismatch
+from pdecay.deployment.compact.removal import Removal
 from pdecay.deployment.compact.trace import record
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import difference, outputs
@@ -42,7 +42,7 @@ def compacted(model, *example, also=()):
 
 
 def reasons(model):
-    return {one.layer: one.why for one in model.compact_report.left}
+    return {one.layer: one.reason for one in model.compact_report.kept}
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_a_constant_moves_into_the_bias(options):
 def test_a_constant_does_not_reach_into_the_padding():
     smaller = compacted(two_convolutions(0.7, padding=1), torch.randn(2, 2, 6, 6))
     assert smaller[0].out_channels == 4
-    assert "zeros around the image" in reasons(smaller)["0.weight"]
+    assert "pads the image with zeros" in reasons(smaller)["0.weight"]
 
 
 @pytest.mark.parametrize(("padding", "channels"), [(0, 3), (1, 4)])
@@ -79,7 +79,7 @@ def test_a_constant_in_front_of_a_depthwise_layer(padding, channels):
     model[0].weight.data[1] = 0
     smaller = compacted(model, torch.randn(2, 2, 6, 6))
     assert smaller[0].out_channels == smaller[1].groups == channels
-    assert channels == 3 or "a depthwise layer" in reasons(smaller)["0.weight"]
+    assert channels == 3 or "a depthwise convolution" in reasons(smaller)["0.weight"]
 
 
 def test_an_operation_in_place_that_torch_hides_is_named():
@@ -104,7 +104,7 @@ def test_a_layer_is_given_a_bias_if_it_has_none(bias):
     assert smaller[2].bias.requires_grad
     kept = compact(model, torch.randn(4, 3), fold=False)
     assert kept[0].out_features == 5
-    assert reasons(kept)["0.weight"].endswith("constants are not to be moved into biases")
+    assert reasons(kept)["0.weight"].endswith("folding constants into biases is off")
 
 
 def test_a_batch_norm_of_weight_zero_is_a_constant():
@@ -182,7 +182,7 @@ def test_a_constant_is_one_up_to_rounding(unevenness, left):
     model.layer.weight.data[1] = 0
     smaller = compacted(model, torch.randn(4, 3))
     assert smaller.layer.out_features == left
-    assert left == 4 or "not the same everywhere" in reasons(smaller)["layer.weight"]
+    assert left == 4 or "not the same at all positions" in reasons(smaller)["layer.weight"]
 
 
 def test_rounding_errors_that_the_model_makes_anyway():
@@ -284,9 +284,9 @@ def test_what_a_fresh_tensor_holds_is_not_compared():
     trace, run = record(model, inputs), record(model, inputs)
     found = analyse(trace, {})
     for number, one in enumerate((trace, run)):
-        (fresh,) = (call for call in one.calls if call.unfilled)
+        (fresh,) = (call for call in one.calls if call.uninitialized)
         fresh.outs[0].tensor.fill_(number)
-    assert parting(Plan(found.units), trace, run) is None
+    assert first_mismatch(Removal(found.units), trace, run) is None
 
 
 def test_a_layer_that_runs_twice():
@@ -406,7 +406,7 @@ def test_a_layer_with_a_forward_of_its_own_takes_no_constant():
     model[0].bias.data[1] = 1.0
     smaller = compacted(model, torch.randn(4, 3))
     assert smaller[0].out_features == 5
-    assert "no layer with a bias that compact knows" in reasons(smaller)["0.weight"]
+    assert "not a layer with a bias that compact knows" in reasons(smaller)["0.weight"]
 
 
 def test_an_operation_without_a_rule_is_named():
@@ -432,7 +432,7 @@ def test_one_unit_stays_where_all_are_dead():
     model.out.weight.data.zero_()
     smaller = compacted(model, torch.randn(4, 3))
     assert smaller.inner.out_features == 1
-    assert reasons(smaller)["inner.weight"] == "a layer needs one unit"
+    assert reasons(smaller)["inner.weight"] == "a layer needs at least one unit"
 
 
 def test_a_negative_zero_is_a_zero():

@@ -16,14 +16,14 @@ def of(units, places):
 
 def test_fresh_units_are_on_their_own():
     units = Units()
-    assert len({*of(units, units.fresh(3)), *of(units, units.fresh(2))}) == 5
-    assert units.fresh(1).tolist() == [FIXED]  # the last position can never go
+    assert len({*of(units, units.new(3)), *of(units, units.new(2))}) == 5
+    assert units.new(1).tolist() == [FIXED]  # the last position can never go
     assert units.of(FIXED) == ()
 
 
 def test_tied_places_are_one_unit():
     units = Units()
-    a, b, c = units.fresh(3), units.fresh(3), units.fresh(3)
+    a, b, c = units.new(3), units.new(3), units.new(3)
     units.tie(a, b, "")
     units.tie(b, c, "")
     assert of(units, a) == of(units, b) == of(units, c)
@@ -32,20 +32,20 @@ def test_tied_places_are_one_unit():
 
 def test_a_unit_tied_to_a_fixed_place_is_fixed_with_the_reason_of_that_place():
     units = Units()
-    a, b = units.fresh(2), units.fresh(2)
-    units.fix(a[:1].tolist(), "a norm")
+    a, b = units.new(2), units.new(2)
+    units.keep(a[:1].tolist(), "a norm")
     units.tie(a, b, "a sum")
     assert of(units, b)[0] == ()
-    assert units.why(int(b[0])) == "a norm"
+    assert units.reason(int(b[0])) == "a norm"
     assert len(of(units, b)[1]) == 1
-    assert units.why(int(b[1])) is None
+    assert units.reason(int(b[1])) is None
     units.tie(b, fixed(2), "a sum")
-    assert units.why(int(a[1])) == "a sum"
+    assert units.reason(int(a[1])) == "a sum"
 
 
 def test_a_split_axis_goes_with_either_of_its_parts():
     units = Units()
-    whole = units.fresh(6)
+    whole = units.new(6)
     heads, dims = units.split(whole, (2, 3), "")
     assert of(units, whole) == [h + d for h in of(units, heads) for d in of(units, dims)]
     again = units.split(whole, (2, 3), "")
@@ -54,7 +54,7 @@ def test_a_split_axis_goes_with_either_of_its_parts():
 
 def test_joining_undoes_a_split():
     units = Units()
-    heads, dims = units.fresh(2), units.fresh(3)
+    heads, dims = units.new(2), units.new(3)
     whole = units.join([heads.repeat(3), np.tile(dims, 2)])
     again = units.split(whole, (2, 3), "")
     assert [of(units, part) for part in again] == [of(units, heads), of(units, dims)]
@@ -62,7 +62,7 @@ def test_joining_undoes_a_split():
 
 def test_a_part_without_units_drops_out():
     units = Units()
-    channels = units.fresh(4)
+    channels = units.new(4)
     flat = units.join([channels.repeat(5), fixed(20)])
     assert of(units, flat) == [one for one in of(units, channels) for _ in range(5)]
     back, pixels = units.split(flat, (4, 5), "")
@@ -72,28 +72,28 @@ def test_a_part_without_units_drops_out():
 
 def test_three_parts():
     units = Units()
-    whole = units.fresh(3 * 2 * 4)
+    whole = units.new(3 * 2 * 4)
     three, heads, dims = units.split(whole, (3, 2, 4), "")
-    units.fix(three.tolist(), "picked by number")
-    units.fix(dims.tolist(), "scaled by their number")
+    units.keep(three.tolist(), "picked by number")
+    units.keep(dims.tolist(), "scaled by their number")
     # What is left is the heads: a row of each third goes with its head.
     assert of(units, whole) == of(units, np.tile(heads.repeat(4), 3))
 
 
 def test_a_second_way_to_split_is_one_too_many():
     units = Units()
-    whole = units.fresh(12)
+    whole = units.new(12)
     units.split(whole, (3, 4), "")
     first, second = units.split(whole, (2, 6), "split anew")
     assert of(units, whole) == [()] * 12
     assert of(units, first) == [()] * 2
     assert of(units, second) == [()] * 6
-    assert units.why(int(whole[0])) == "split anew"
+    assert units.reason(int(whole[0])) == "split anew"
 
 
 def test_products_of_different_make_are_matched_or_fixed():
     units = Units()
-    one, other = units.fresh(6), units.fresh(6)
+    one, other = units.new(6), units.new(6)
     heads, dims = units.split(one, (2, 3), "")
     their_heads, their_dims = units.split(other, (2, 3), "")
     units.tie(one, other, "")
@@ -101,13 +101,13 @@ def test_products_of_different_make_are_matched_or_fixed():
     assert of(units, dims) == of(units, their_dims)
     units.tie(one, heads.repeat(3), "only the heads")
     assert of(units, one) == of(units, heads.repeat(3))
-    assert units.why(int(dims[0])) == "only the heads"
+    assert units.reason(int(dims[0])) == "only the heads"
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_unit_becomes_the_product_that_it_is_tied_to(order):
     units = Units()
-    plain, whole = units.fresh(6), units.fresh(6)
+    plain, whole = units.new(6), units.new(6)
     units.split(whole, (2, 3), "")
     pair = (plain, whole)
     units.tie(pair[order[0]], pair[order[1]], "")
@@ -117,12 +117,12 @@ def test_a_unit_becomes_the_product_that_it_is_tied_to(order):
 
 def test_the_last_reason_is_told():
     units = Units()
-    whole = units.fresh(4)
+    whole = units.new(4)
     heads, dims = units.split(whole, (2, 2), "")
-    units.fix(dims.tolist(), "first")
-    units.fix(heads.tolist(), "second")
-    assert units.why(int(whole[0])) == "second"
-    assert units.why(units.never("never")) == "never"
+    units.keep(dims.tolist(), "first")
+    units.keep(heads.tolist(), "second")
+    assert units.reason(int(whole[0])) == "second"
+    assert units.reason(units.fixed_label("never")) == "never"
 
 
 SIZES = [(2, 6), (3, 4), (2, 2, 3)]
@@ -142,7 +142,7 @@ ACTIONS = st.lists(
 def test_whatever_goes_tied_axes_stay_equal_and_split_ones_rectangular(actions):
     """The two promises that the rest is built on, after any history."""
     units = Units()
-    axes = [units.fresh(12) for _ in range(5)]
+    axes = [units.new(12) for _ in range(5)]
     ties, splits = [], []
     for kind, one, other in actions:
         if kind == "tie":
@@ -151,7 +151,7 @@ def test_whatever_goes_tied_axes_stay_equal_and_split_ones_rectangular(actions):
         elif kind == "split":
             splits.append((axes[one], other, units.split(axes[one], other, "split")))
         elif kind == "fix":
-            units.fix([int(axes[one][other])], "fix")
+            units.keep([int(axes[one][other])], "fix")
         else:
             axes.append(axes[one][list(other)])
             axes[one] = axes.pop()

@@ -1,8 +1,8 @@
-"""torch's multi-head attention with any number of heads.
+"""A multi-head attention layer whose heads can be removed.
 
-``nn.MultiheadAttention`` ties the heads to the width: as many of ``embed_dim / num_heads``
-dimensions as give ``embed_dim``. Without one of them it cannot run, so that where heads are dead
-it is replaced by this one, which has the same parameters, names and results.
+``nn.MultiheadAttention`` requires ``num_heads * head_dim == embed_dim``, so that it cannot lose a
+head. Layers with dead heads are replaced by this one, which has the same parameters under the same
+names and returns the same results.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from torch.nn.functional import dropout, linear, scaled_dot_product_attention
 
 
 class MultiheadAttention(nn.Module):
-    """Attention with `num_heads` heads of `head_dim` dimensions each, made from torch's.
+    """Attention with `num_heads` heads of `head_dim` dimensions each.
 
     Args:
-        source: the layer whose parameters it takes over. They are shared, not copied.
+        source: the layer to replace. Its parameters are shared, not copied.
     """
 
-    # As a transformer's layers of torch look for them: what they would say of their fast path
-    # does not hold here.
+    # nn.TransformerEncoderLayer reads this attribute; False turns off its fast path.
     _qkv_same_embed_dim = False
 
     def __init__(self, source: nn.MultiheadAttention) -> None:
@@ -38,8 +37,8 @@ class MultiheadAttention(nn.Module):
         self.train(source.training)
 
     @staticmethod
-    def takes(source: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
-        """Whether a module is of the kind that this one can stand for."""
+    def can_replace(source: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
+        """Return whether this class can replace a module."""
         return (
             type(source) is nn.MultiheadAttention
             and source._qkv_same_embed_dim
@@ -58,13 +57,13 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As of ``nn.MultiheadAttention``: the output, and the weights if they are asked for."""
+        """Compute the same as ``nn.MultiheadAttention``: the output, and the weights or None."""
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal only says what attn_mask is: give attn_mask as well")
+            raise ValueError("is_causal is only a hint about attn_mask: give attn_mask as well")
         batched = query.ndim == 3
         swapped = batched and not self.batch_first
         queries, keys, values = (
-            heads.transpose(1, 2) for heads in self._projected(query, key, value, batched, swapped)
+            heads.transpose(1, 2) for heads in self._project(query, key, value, batched, swapped)
         )
         mask = self._mask(queries, keys, key_padding_mask, attn_mask)
         drop = self.dropout if self.training else 0.0
@@ -86,10 +85,10 @@ class MultiheadAttention(nn.Module):
             return out.squeeze(0), weights
         return (out.transpose(0, 1) if swapped else out), weights
 
-    def _projected(
+    def _project(
         self, query: Tensor, key: Tensor, value: Tensor, batched: bool, swapped: bool
     ) -> tuple[Tensor, ...]:
-        """Queries, keys and values as (batch, length, head, dimension)."""
+        """Return queries, keys and values as (batch, length, head, dimension)."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
         heads = (self.num_heads, self.head_dim)
         if query is key and key is value:
@@ -105,14 +104,14 @@ class MultiheadAttention(nn.Module):
     def _mask(
         self, queries: Tensor, keys: Tensor, padding: Tensor | None, mask: Tensor | None
     ) -> Tensor | None:
-        """Both masks as one that is added to the scores."""
+        """Combine both masks into one that is added to the scores."""
         total: Tensor | None = None
         if mask is not None:
-            total = _added(mask, queries.dtype)
+            total = _additive(mask, queries.dtype)
             if total.ndim == 3:
                 total = total.unflatten(0, (-1, self.num_heads))
         if padding is not None:
-            hidden = _added(padding, queries.dtype).view(-1, 1, 1, keys.shape[2])
+            hidden = _additive(padding, queries.dtype).view(-1, 1, 1, keys.shape[2])
             total = hidden if total is None else total + hidden
         return total
 
@@ -123,24 +122,24 @@ def _batch_first(x: Tensor, batched: bool, swapped: bool) -> Tensor:
     return x.transpose(0, 1) if swapped else x
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask whose True hides, as numbers to add; one of numbers as it is."""
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a boolean mask (True is hidden) to an additive one."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
 
 
 @torch.no_grad()
-def with_free_heads(model: nn.Module) -> None:
-    """Replace torch's attention, in place, where some of its heads are dead."""
+def replace_attention(model: nn.Module) -> None:
+    """Replace ``nn.MultiheadAttention`` layers with dead heads, in place."""
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if MultiheadAttention.takes(child) and _dead_heads(child):
+            if MultiheadAttention.can_replace(child) and _has_dead_heads(child):
                 setattr(module, name, MultiheadAttention(child))
 
 
-def _dead_heads(attention: nn.MultiheadAttention) -> bool:
-    """Whether the values of a head are zero, or not read, and another head is there."""
+def _has_dead_heads(attention: nn.MultiheadAttention) -> bool:
+    """Return whether the values of a head are zero or not read, in a layer of several heads."""
     heads = (attention.num_heads, attention.head_dim)
     read = attention.out_proj.weight.unflatten(1, heads).ne(0).any((0, 2))
     values = attention.in_proj_weight.chunk(3)[2].unflatten(0, heads).ne(0).any((1, 2))

@@ -1,4 +1,4 @@
-"""compact: the steps, and the checks around them."""
+"""`compact`: rounds of removal on a copy of the model, and the checks before and after."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from pdecay._core.parameters import owners_of
-from pdecay.deployment.compact import carry
 from pdecay.deployment.compact.analysis import Analysis, analyse
-from pdecay.deployment.compact.attention import with_free_heads
+from pdecay.deployment.compact.attention import replace_attention
 from pdecay.deployment.compact.fitting import Fitting
-from pdecay.deployment.compact.leftovers import left_units
-from pdecay.deployment.compact.plan import Biases, Plan, plan
-from pdecay.deployment.compact.report import CompactReport, SmallerTensor
-from pdecay.deployment.compact.surgery import Kept, cut, kept_by
+from pdecay.deployment.compact.optimizer import check_optimizer, copy_optimizer
+from pdecay.deployment.compact.removal import Biases, Removal, choose_removal
+from pdecay.deployment.compact.report import CompactReport, SmallerTensor, kept_units
+from pdecay.deployment.compact.shrink import KeptPositions, cut, kept_positions
 from pdecay.deployment.compact.trace import Trace, record
 from pdecay.deployment.model.errors import CompactError
 from pdecay.deployment.model.inputs import Inputs
@@ -33,7 +32,7 @@ from pdecay.deployment.model.outputs import (
     outputs,
 )
 
-_OTHER_INPUTS = 2  # that a smaller model is checked on, beside the example
+_RANDOM_CHECKS = 2  # random inputs that the smaller model is checked on, besides the example
 
 
 @overload
@@ -51,28 +50,30 @@ def compact(
     optimizer: Optimizer | None = None,
     fold: bool = True,
 ) -> nn.Module | tuple[nn.Module, Optimizer]:
-    """Remove every unit that contributes nothing. What the model computes stays the same.
+    """Remove all dead units of a model. The smaller model computes the same function.
 
-    Removed are neurons, channels, attention heads and embedding dimensions that nothing reads,
-    that are always zero, or that are constant, whose constant moves into the biases of the layers
-    that read it. A unit goes from all tensors at once; one that shares a residual connection, a
-    group or a head with units that are alive stays. The model is a copy of the same class with
-    smaller layers; the original is left as it is.
+    A unit is a neuron, a channel, an attention head or an embedding dimension. It is dead if
+    nothing reads it, if it is always zero, or if it is constant. Constants are folded into the
+    biases of the layers that read them. A unit is removed from all tensors at once. Dead units that
+    share a residual connection, a group or a head with live units are kept. The result is a copy of
+    the same class with smaller layers; the original is not changed.
 
     Args:
-        model: the model, as it was trained; exact zeros count (:func:`pdecay.prune_` makes them).
+        model: the trained model. Only weights that are exactly zero count; :func:`pdecay.prune_`
+            sets small weights to zero.
         example_inputs: a tensor, a tuple of arguments, or a dict of keyword arguments. The model
-            runs on it, in eval mode: what this example does not reach is left alone.
-        optimizer: the optimizer of this model, whose state shall be taken along.
-        fold: whether constants may move into biases. Without it only what is unread or zero goes.
+            runs on it in eval mode. Layers that do not run on this example are not changed.
+        optimizer: the optimizer of this model, whose state is carried over.
+        fold: whether constants may be folded into biases. If False, constant units are kept.
 
     Returns:
-        The smaller model; with `optimizer`, a pair of it and a copy of the optimizer for it. The
-        model has a ``compact_report`` that says what was removed, and what stayed and why.
+        The smaller model; with `optimizer`, a pair of the model and a copy of the optimizer for it.
+        The model's ``compact_report`` (:class:`pdecay.CompactReport`) lists the removed units and
+        the dead units that were kept, with the reasons.
 
     Raises:
-        CompactError: if the model does not run on the example, or the smaller model's outputs are
-            not the same to 1e-5 of the largest. Nothing is changed then.
+        CompactError: if the model does not run on the example, or if the outputs of the smaller
+            model differ by more than 1e-5 of the largest element. Nothing is changed then.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -84,53 +85,55 @@ def compact(
         {'nothing reads it': 3}
     """
     inputs = Inputs.of(example_inputs)
-    _check(model)
-    biases = Biases.NEW if optimizer is None else Biases.OWN
+    _check_model(model)
+    biases = Biases.ANY if optimizer is None else Biases.EXISTING
     if optimizer is not None:
-        carry.check(optimizer, model)
+        check_optimizer(optimizer, model)
     with torch.random.fork_rng(devices=_accelerators(model)), torch.inference_mode(False):
-        removal = _Removal(model, inputs, biases if fold else Biases.NONE)
-        made = removal.run()
+        compaction = _Compaction(model, inputs, biases if fold else Biases.NONE)
+        smaller = compaction.run()
     if optimizer is None:
-        return made
-    return made, carry.carried(optimizer, model, made, removal.kept)
+        return smaller
+    return smaller, copy_optimizer(optimizer, model, smaller, compaction.kept)
 
 
-class _Removal:
-    """Rounds of removal on a copy of a model, until there is nothing more to remove.
+class _Compaction:
+    """Rounds of removal on a copy of a model, until no more units can be removed.
 
-    One round finds nearly all. Another one sees what only the first made unread: a constant that
-    had to stay for a unit which went as a constant itself.
+    The first round finds nearly all dead units. Its removals may make further units unread: for
+    example a constant unit whose only consumer was another constant unit.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, biases: Biases) -> None:
         self.model = model
         self.inputs = inputs
         self.biases = biases
-        self.kept: Kept = {}
+        self.kept: KeptPositions = {}  # as indices of the original model
         self.removed: Counter[str] = Counter()
 
     def run(self) -> nn.Module:
+        """Return the smaller model with its report."""
         current = self._copy()
-        checks = self._checks(current)
-        with_free_heads(current)
-        found = self._analysed(current)
-        made = plan(found, current, self.biases)
-        while made.gone:
-            fitted = Fitting(current, self.inputs, found.trace, made).fit()
-            if fitted is not None:
-                self._note(made, found.trace)
-                current = fitted
-                found = self._analysed(current)
-            # Else some units have to stay, and the next plan is one without them.
-            made = plan(found, current, self.biases)
-        off = self._checked(current, checks)
+        checks = self._expected_outputs(current)
+        replace_attention(current)
+        analysis = self._analyse(current)
+        removal = choose_removal(analysis, current, self.biases)
+        while removal.dead:
+            smaller = Fitting(current, self.inputs, analysis.trace, removal).fit()
+            if smaller is not None:
+                self._update_kept(removal, analysis.trace)
+                current = smaller
+                analysis = self._analyse(current)
+            # Otherwise the analysis now keeps some units, and the next removal is without them.
+            removal = choose_removal(analysis, current, self.biases)
+        error = self._check_outputs(current, checks)
         self._restore(current)
-        current.compact_report = self._report(current, found, made, off)  # type: ignore[assignment]
+        report = self._report(current, analysis, removal, error)
+        current.compact_report = report  # type: ignore[assignment]
         return current
 
     def _restore(self, current: nn.Module) -> None:
-        """Modes as they were; and buffers, which a model may count its runs in."""
+        """Restore training modes, and buffers, which the recorded runs may have changed."""
         before = {
             id(buffer): cut(buffer, self.kept[name]) if name in self.kept else buffer.clone()
             for name, buffer in self.model.named_buffers()
@@ -138,7 +141,7 @@ class _Removal:
         for prefix, module in self.model.named_modules():
             twin = current.get_submodule(prefix)
             twin.training = module.training
-            for name, buffer in module._buffers.items():  # one of several modules stays one
+            for name, buffer in module._buffers.items():  # tied buffers stay tied
                 twin._buffers[name] = None if buffer is None else before[id(buffer)]
 
     def _copy(self) -> nn.Module:
@@ -146,96 +149,110 @@ class _Removal:
             return copy.deepcopy(self.model).eval()
         except Exception as error:
             raise CompactError(
-                f"the model cannot be copied ({error}): remove what holds tensors with a gradient, "
-                "for instance torch.nn.utils.prune.remove(layer, 'weight')"
+                f"the model cannot be copied ({error}): remove attributes that hold tensors with a "
+                "gradient history, for instance torch.nn.utils.prune.remove(layer, 'weight')"
             ) from error
 
-    def _checks(self, current: nn.Module) -> list[tuple[Inputs, list[Tensor]]]:
-        """The example and a few inputs like it, each with what the model returns."""
+    def _expected_outputs(self, current: nn.Module) -> list[tuple[Inputs, list[Tensor]]]:
+        """Return the example and random inputs like it, each with the model's outputs."""
         try:
             expected = outputs(current, self.inputs)
         except Exception as error:
             raise CompactError(f"the model does not run on example_inputs: {error}") from error
         if not expected:
-            raise CompactError("the model returns no tensors: there is nothing to compare")
+            raise CompactError(
+                "the model returns no tensors, so that its outputs cannot be compared"
+            )
         if not agree(expected, outputs(current, self.inputs)):
             raise CompactError(
-                "the model returns something else each time, in eval mode and on the same inputs: "
-                "nothing could be compared"
+                "the model returns different outputs for the same inputs in eval mode, so that "
+                "they cannot be compared: turn off its randomness"
             )
         checks = [(self.inputs, expected)]
-        for seed in range(_OTHER_INPUTS):
-            others = self.inputs.randomized(torch.Generator().manual_seed(seed))
-            # The model may refuse what it was not given: token ids in any order, for instance.
+        for seed in range(_RANDOM_CHECKS):
+            random = self.inputs.randomized(torch.Generator().manual_seed(seed))
+            # The model may reject random inputs, for example token ids in another order.
             with contextlib.suppress(Exception):
-                checks.append((others, outputs(current, others)))
+                checks.append((random, outputs(current, random)))
         return checks
 
-    def _analysed(self, current: nn.Module) -> Analysis:
+    def _analyse(self, current: nn.Module) -> Analysis:
         trace = record(current, self.inputs)
         if trace.error is not None:
             raise CompactError(f"the model cannot be traced: {trace.error}") from trace.error
-        return analyse(trace, _untouchable(current))
+        return analyse(trace, _fixed_tensors(current))
 
-    def _note(self, made: Plan, trace: Trace) -> None:
-        """Remember what went, in the numbers that the model had at first."""
-        self.removed.update(made.gone.values())
+    def _update_kept(self, removal: Removal, trace: Trace) -> None:
+        """Translate the kept positions of a round to indices of the original model."""
+        self.removed.update(removal.dead.values())
         names = {name for name, _ in _tensors(self.model)}
-        for name, indices in kept_by(made, trace).items():
+        for name, indices in kept_positions(removal, trace).items():
             if name not in names:
-                continue  # a bias that was added for the constants of a round before
+                continue  # a bias that an earlier round added
             before = self.kept.get(name)
             self.kept[name] = tuple(
                 own if before is None else before[axis][own] for axis, own in enumerate(indices)
             )
 
-    def _checked(self, current: nn.Module, checks: list[tuple[Inputs, list[Tensor]]]) -> float:
-        off = 0.0
+    def _check_outputs(
+        self, current: nn.Module, checks: list[tuple[Inputs, list[Tensor]]]
+    ) -> float:
+        """Return the largest difference of the outputs; raise if it is too large."""
+        error = 0.0
         for inputs, expected in checks:
             got = outputs(current, inputs)
-            off = max(off, difference(expected, got))
+            error = max(error, difference(expected, got))
             if not agree(expected, got) and not agree_in_float64(self._copy(), current, inputs):
                 raise CompactError(
-                    f"the smaller model's outputs differ by {off:.1e} of the largest, more than "
-                    f"{TOLERANCE:g}. Please report this model; fold=False removes less"
+                    f"the smaller model's outputs differ by {error:.1e} of the largest element, "
+                    f"more than {TOLERANCE:g}: try fold=False, and please report this model"
                 )
-        return off
+        return error
 
-    def _report(self, current: nn.Module, found: Analysis, made: Plan, off: float) -> CompactReport:
+    def _report(
+        self, current: nn.Module, analysis: Analysis, removal: Removal, error: float
+    ) -> CompactReport:
         before = {name: tuple(value.shape) for name, value in _tensors(self.model)}
         after = {name: tuple(value.shape) for name, value in _tensors(current)}
+        recurrent = _recurrent_modules(current)
         return CompactReport(
             removed=dict(sorted(self.removed.items())),
             tensors=tuple(SmallerTensor(name, before[name], after[name]) for name in self.kept),
-            left=tuple(left_units(found, made, self.kept)),
-            unknown=tuple(dict.fromkeys((*map(_named, _recurrent(current)), *found.unknown))),
+            kept=tuple(kept_units(analysis, removal, self.kept)),
+            unknown=tuple(dict.fromkeys((*map(_is_recurrent, recurrent), *analysis.unknown))),
             parameters=(_count(self.model), _count(current)),
-            difference=off,
+            difference=error,
         )
 
 
-def _check(model: object) -> None:
+def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"compact needs a torch.nn.Module, got {type(model).__name__}")
     kind = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
-        raise CompactError(f"a {kind} has no layers that could be smaller: compact the original")
+        raise CompactError(
+            f"a {kind} has no layers that can be resized: compact the original model"
+        )
     if hasattr(model, "_orig_mod"):
-        raise CompactError("a compiled model is fixed to its sizes: compact it, then compile it")
+        raise CompactError(
+            "the model is compiled: compact the original model, then compile the result"
+        )
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise CompactError(f"{kind} wraps the model: give its .module")
+        raise CompactError(f"{kind} is a wrapper: give its .module")
     for name, tensor in _tensors(model):
         if is_lazy(tensor):
-            raise CompactError(f"{name} has no size yet: run the model once before")
+            raise CompactError(f"{name} is not initialized: run the model once before compact")
         if tensor.is_meta or hasattr(tensor, "full_tensor"):
-            raise CompactError(f"{name} is not here as a whole: load or gather the model before")
+            raise CompactError(
+                f"{name} is on the meta device or sharded: load or gather it before compact"
+            )
 
 
-def _untouchable(model: nn.Module) -> dict[str, str]:
-    """Parameters that stay as they are, with the reason."""
+def _fixed_tensors(model: nn.Module) -> dict[str, str]:
+    """Return the names of parameters that must keep their sizes, with the reason."""
     keep = {
-        name: _named(prefix)
-        for prefix in _recurrent(model)
+        name: _is_recurrent(prefix)
+        for prefix in _recurrent_modules(model)
         for name, _ in model.get_submodule(prefix).named_parameters(prefix)
     }
     for _, owners in owners_of(model):
@@ -244,14 +261,14 @@ def _untouchable(model: nn.Module) -> dict[str, str]:
     return keep
 
 
-def _recurrent(model: nn.Module) -> Iterator[str]:
+def _recurrent_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             yield name
 
 
-def _named(recurrent: str) -> str:
-    return f"{recurrent or 'the model'} is recurrent"
+def _is_recurrent(module: str) -> str:
+    return f"{module or 'the model'} is recurrent"
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,9 +1,10 @@
-"""Making a smaller model fit its own code.
+"""The adaptation of a smaller model to sizes that its code holds in attributes.
 
-Most code takes sizes from the tensors at hand and runs with smaller ones. Some keeps them: heads to
-reshape to, where to split. A smaller model is run against the plan; at the first operation that is
-not as planned, attributes of the module at work that hold the old size are set to the new one, as
-long as that helps. Where none does, the units in question stay, with that reason.
+Most code takes sizes from its tensors and runs with smaller ones. Some code holds them in
+attributes: the number of heads to reshape to, the position to split at. The smaller model is
+recorded and compared with the trace of the original, operation by operation. At the first mismatch,
+attributes of the running module that hold an old size are set to the new one, as long as this moves
+the mismatch to a later operation. If no attribute helps, the units involved are kept.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pdecay.deployment.compact.plan import Plan, units_of
-from pdecay.deployment.compact.surgery import Attributes, smaller
+from pdecay.deployment.compact.removal import Removal
+from pdecay.deployment.compact.shrink import Attributes, cut, shrink
 from pdecay.deployment.compact.trace import Call, Trace, Value, record
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import agree, agree_in_float64
@@ -23,68 +24,76 @@ from pdecay.deployment.model.outputs import agree, agree_in_float64
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A smaller model with some attributes set, where it does not do what it should, and why."""
+    """A smaller model with some attributes set.
+
+    Args:
+        attributes: the attributes.
+        model: the smaller model.
+        mismatch: the index of the first operation that is not as expected; None if all are.
+        reason: the reason for which units are kept if no further attribute helps.
+    """
 
     attributes: Attributes
     model: nn.Module
-    parts_at: int | None
-    why: str = ""
+    mismatch: int | None
+    reason: str = ""
 
 
 class Fitting:
-    """The search for attributes with which a plan works out."""
+    """The search for attributes with which the smaller model runs as expected."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, trace: Trace, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, inputs: Inputs, trace: Trace, removal: Removal) -> None:
         self.model = model
         self.inputs = inputs
         self.trace = trace
-        self.plan = plan
+        self.removal = removal
         self.attributes: Attributes = {}
 
     def fit(self) -> nn.Module | None:
-        """The smaller model; None where units were told to stay, so that a new plan is needed."""
+        """Return the smaller model, or None if units must be kept and a new removal is needed."""
         attempt = self._attempt(self.attributes)
-        while attempt.parts_at is not None:
-            better = self._better(attempt.parts_at)
+        while attempt.mismatch is not None:
+            better = self._improve(attempt.mismatch)
             if better is None:
-                self._give_up(attempt.parts_at, attempt.why)
+                self._keep_units(attempt.mismatch, attempt.reason)
                 return None
             attempt = better
             self.attributes = attempt.attributes
         return attempt.model
 
     def _attempt(self, attributes: Attributes) -> _Attempt:
-        made = smaller(self.model, self.plan, self.trace, attributes)
-        run = record(made, self.inputs)
+        smaller = shrink(self.model, self.removal, self.trace, attributes)
+        run = record(smaller, self.inputs)
         expected = [value.tensor for value in self.trace.outputs]
         if run.error is None and agree(expected, [value.tensor for value in run.outputs]):
-            return _Attempt(attributes, made, None)
-        at = parting(self.plan, self.trace, run)
-        if at is None and agree_in_float64(self.model, made, self.inputs):
-            return _Attempt(attributes, made, None)
-        why = "needs this size" if run.error else "computes something else without them"
-        return _Attempt(attributes, made, len(self.trace.calls) - 1 if at is None else at, why)
+            return _Attempt(attributes, smaller, None)
+        mismatch = first_mismatch(self.removal, self.trace, run)
+        if mismatch is None:
+            if agree_in_float64(self.model, smaller, self.inputs):
+                return _Attempt(attributes, smaller, None)
+            mismatch = len(self.trace.calls) - 1
+        reason = "needs this size" if run.error else "computes other values without them"
+        return _Attempt(attributes, smaller, mismatch, reason)
 
-    def _better(self, parts_at: int) -> _Attempt | None:
-        """An attempt with more attributes that gets further."""
-        for candidates in self._candidates(parts_at):
+    def _improve(self, mismatch: int) -> _Attempt | None:
+        """Return an attempt with more attributes whose mismatch is later."""
+        for candidates in self._candidates(mismatch):
             attributes = {**self.attributes, **candidates}
             if attributes != self.attributes:
                 attempt = self._attempt(attributes)
-                if attempt.parts_at is None or attempt.parts_at > parts_at:
+                if attempt.mismatch is None or attempt.mismatch > mismatch:
                     return attempt
         return None
 
-    def _candidates(self, parts_at: int) -> Iterator[Attributes]:
-        """Attributes that hold a size which has changed: one name at a time, then all.
+    def _candidates(self, mismatch: int) -> Iterator[Attributes]:
+        """Yield attributes that hold a size which has changed: one name at a time, then all.
 
-        What helps one module is done to all of its kind: they run the same code.
+        An attribute is set in all modules of the same class, since they run the same code.
         """
-        for module in reversed(self.trace.calls[parts_at].modules):
-            alike = dict(self._alike(parts_at, module))
+        for module in reversed(self.trace.calls[mismatch].modules):
             found: dict[str, Attributes] = {}
-            for name, call in alike.items():
-                sizes = self._changed(call)
+            for name, call in self._counterparts(mismatch, module):
+                sizes = self._changed_sizes(call)
                 for attribute, size in vars(self.model.get_submodule(name)).items():
                     if type(size) is int and size in sizes:
                         found.setdefault(attribute, {})[name, attribute] = sizes[size]
@@ -92,86 +101,81 @@ class Fitting:
             if len(found) > 1:
                 yield {key: size for one in found.values() for key, size in one.items()}
 
-    def _alike(self, at: int, module: str) -> Iterator[tuple[str, Call]]:
-        """The same operation in every module of the same kind."""
+    def _counterparts(self, index: int, module: str) -> Iterator[tuple[str, Call]]:
+        """Yield the same operation in every module of the same class."""
         calls = self._calls_in(module)
-        if self.trace.calls[at] not in calls:
-            return  # it was called outside of any module
-        index = calls.index(self.trace.calls[at])
+        if self.trace.calls[index] not in calls:
+            return  # called outside of all modules
+        position = calls.index(self.trace.calls[index])
         kind = type(self.model.get_submodule(module))
         for name, other in self.model.named_modules():
             if type(other) is kind:
                 theirs = self._calls_in(name)
-                if index < len(theirs) and theirs[index].op is calls[index].op:
-                    yield name, theirs[index]
+                if position < len(theirs) and theirs[position].op is calls[position].op:
+                    yield name, theirs[position]
 
     def _calls_in(self, module: str) -> list[Call]:
         return [call for call in self.trace.calls if module in call.modules]
 
-    def _changed(self, call: Call) -> dict[int, int]:
-        sizes = {}
-        for value in (*call.ins, *call.outs):
-            for places in value.places:
-                size = self.plan.size(places)
-                if size != len(places):
-                    sizes[len(places)] = size
-        return sizes
+    def _changed_sizes(self, call: Call) -> dict[int, int]:
+        """Return the new size for each size of an axis that has changed."""
+        axes = [labels for value in (*call.ins, *call.outs) for labels in value.labels]
+        sizes = [(len(labels), self.removal.size(labels)) for labels in axes]
+        return {old: new for old, new in sizes if new != old}
 
-    def _give_up(self, parts_at: int, why: str) -> None:
-        """Let the units stay that the operation is about, or those of the module around it."""
-        units, gone = self.plan.units, self.plan.gone
-        call = self.trace.calls[parts_at]
+    def _keep_units(self, mismatch: int, reason: str) -> None:
+        """Keep the units of the operation, or else of the modules around it."""
+        units, dead = self.removal.units, self.removal.dead
+        call = self.trace.calls[mismatch]
         module = call.modules[-1] if call.modules else ""
         kind = type(self.model.get_submodule(module)).__name__
-        around = [
-            [call, *(other for _, other in self._alike(parts_at, module))],
+        scopes = [
+            [call, *(other for _, other in self._counterparts(mismatch, module))],
             *(self._calls_in(name) for name in reversed(call.modules)),
             self.trace.calls,
         ]
-        for calls in around:
+        for calls in scopes:
             values = [value for one in calls for value in (*one.ins, *one.outs)]
-            places = {int(p) for value in values for own in value.places for p in own}
-            # Of heads and their dimensions the latter first: code seldom takes fewer of those.
-            inner = {unit for place in places for unit in units.of(place)[1:]} & gone.keys()
-            stay = inner or units_of(units, places) & gone.keys()
-            if stay:
-                units.fix(stay, f"the code of {module or 'the model'} ({kind}) {why}")
+            labels = {int(label) for value in values for own in value.labels for label in own}
+            # Keep dimensions of heads before heads: code seldom runs with fewer dimensions.
+            inner = {unit for label in labels for unit in units.of(label)[1:]} & dead.keys()
+            keep = inner or units.of_all(labels) & dead.keys()
+            if keep:
+                units.keep(keep, f"the code of {module or 'the model'} ({kind}) {reason}")
                 return
 
 
 @torch.no_grad()
-def parting(plan: Plan, trace: Trace, run: Trace) -> int | None:
-    """The first operation of a trace in which a smaller model's run is not as planned.
+def first_mismatch(removal: Removal, trace: Trace, run: Trace) -> int | None:
+    """Return the first operation of a trace that a smaller model's run does not reproduce.
 
-    None where all are. A run that failed parts where it ended, at the latest.
+    Return None if all are as expected. A run that failed has a mismatch where it ended, or before.
     """
-    ours, theirs = _comparable(plan, trace), _comparable(plan, run)
-    for (at, call), (_, other) in zip(ours, theirs, strict=False):
+    ours, theirs = _comparable(removal, trace), _comparable(removal, run)
+    for (index, call), (_, other) in zip(ours, theirs, strict=False):
         if call.op is not other.op:
-            return at
+            return index
         for value, got in zip(call.outs, other.outs, strict=True):
-            less, live = _less(plan, value, value.tensor), _less(plan, value, value.live)
-            if less.shape != got.tensor.shape:
-                return at
-            # Rounding errors may be larger on the way than in the outputs.
-            if not call.unfilled and not agree([less[live]], [got.tensor[live]], slack=100):
-                return at
+            expected = _cut(removal, value, value.tensor)
+            if expected.shape != got.tensor.shape:
+                return index
+            live = _cut(removal, value, value.live)
+            # Rounding errors of intermediate results may be larger than those of the outputs.
+            close = agree([expected[live]], [got.tensor[live]], slack=100)
+            if not call.uninitialized and not close:
+                return index
     return ours[len(theirs)][0] if len(theirs) < len(ours) else None
 
 
-def _comparable(plan: Plan, trace: Trace) -> list[tuple[int, Call]]:
-    """The operations with their numbers, but for those of layers whose biases took constants over.
+def _comparable(removal: Removal, trace: Trace) -> list[tuple[int, Call]]:
+    """Return the operations with their indices, without those of layers with folded constants.
 
-    A layer with a bias runs others than one without, and its sums are less before the bias.
+    A layer with a new bias runs other operations, and its sums differ before the bias is added.
     """
-    shifted = {weight.rpartition(".")[0] for weight in plan.shifts}
+    folded = {weight.rpartition(".")[0] for weight in removal.bias_shifts}
     calls = enumerate(trace.calls)
-    return [(at, call) for at, call in calls if not shifted.intersection(call.modules[-1:])]
+    return [(index, call) for index, call in calls if not folded.intersection(call.modules[-1:])]
 
 
-def _less(plan: Plan, value: Value, tensor: Tensor) -> Tensor:
-    for axis, places in enumerate(value.places):
-        kept = plan.kept(places)
-        if len(kept) != tensor.shape[axis]:
-            tensor = tensor.index_select(axis, kept.to(tensor.device))
-    return tensor
+def _cut(removal: Removal, value: Value, tensor: Tensor) -> Tensor:
+    return cut(tensor, tuple(removal.positions(labels) for labels in value.labels))

@@ -1,8 +1,10 @@
-"""What a model does with its example, as a list of PyTorch's own operations.
+"""A recorded run of a model, as a list of PyTorch operations with the tensors they read and made.
 
-The model runs once, in eval mode, and every operation below its modules is written down with the
-tensors that it read and made. Nothing of its Python code is interpreted: a loop, a branch or a
-mask that is built on the way are seen as what they did with this example.
+The model runs once, in eval mode, under a `TorchDispatchMode`. It sees the ATen operations below
+the modules and functions, so that loops, branches and masks in Python code need no interpretation.
+The other tracers of the package cannot replace this one: `runtime.wiring` sees calls of torch
+functions by module but not the operations inside them, and ``torch.fx`` in `runtime.fusing` gives
+code that can be rewritten, but fails on data-dependent Python.
 """
 
 from __future__ import annotations
@@ -21,93 +23,121 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from pdecay.deployment.compact.units import Places
+from pdecay.deployment.compact.units import Labels
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import tensors_of
 
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the trace, and what is found out about it.
+    """A tensor of the trace with the results of the analysis.
 
     Args:
-        tensor: as it was on the example.
-        name: of the parameter or buffer that it is; else None.
-        weight: the name of the parameter that it is up to the order of axes and the length of its
-            rows; else None.
-        places: for each axis, which units its positions belong to.
-        varies: which elements depend on the model's inputs. The others are constants.
-        live: of which elements the model's outputs depend.
+        tensor: its value on the example.
+        name: the name of the parameter or buffer that it is; None for all other tensors.
+        weight: the name of the parameter that it equals up to the order of axes and the length of
+            the rows; None for all other tensors.
+        labels: for each axis, the labels of its positions.
+        varies: mask of the elements that depend on the model's inputs. The others are constant.
+        live: mask of the elements that the model's outputs depend on.
     """
 
     tensor: Tensor
     name: str | None = None
     weight: str | None = None
-    places: list[Places] = field(default_factory=list)
+    labels: list[Labels] = field(default_factory=list)
     varies: Tensor = field(default_factory=lambda: torch.zeros(()))
     live: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     @property
-    def counts(self) -> Tensor:
-        """Which elements can be anything but a constant zero."""
+    def nonzero(self) -> Tensor:
+        """Mask of the elements that are not zero for every input."""
         return self.varies | (self.tensor != 0)
+
+    def mark_live(self, mask: Tensor | bool) -> None:
+        """Add elements to the live ones."""
+        self.live = self.live | mask
 
 
 @dataclass(eq=False)
 class Call:
-    """One operation: its arguments with the tensors as values, and what it made or changed."""
+    """One operation.
+
+    Args:
+        op: the operation.
+        args, kwargs: its arguments, with a `Value` for each tensor.
+        outs: the tensors that it returned, or changed if it works in place.
+        modules: the names of the modules that were running, outermost first.
+    """
 
     op: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: list[Value]
-    modules: tuple[str, ...]  # that were at work, outermost first
+    modules: tuple[str, ...]
 
     @cached_property
     def ins(self) -> list[Value]:
+        """The tensors among the arguments."""
         leaves, _ = tree_flatten((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Value)]
 
     @property
     def in_place(self) -> bool:
+        """Whether the operation writes to one of its arguments."""
         return bool(self.op._schema.is_mutable)
 
     @property
     def name(self) -> str:
+        """The name of the operation without namespace and overload."""
         return str(self.op.overloadpacket).removeprefix("aten.")
 
     @property
-    def unfilled(self) -> bool:
-        """Whether it makes a tensor that holds whatever its memory held before."""
+    def uninitialized(self) -> bool:
+        """Whether the operation returns uninitialized memory, like ``torch.empty``."""
         return self.name.removeprefix("new_").startswith("empty")
 
-    def run(self, change: Callable[[Value], Any]) -> Any:
-        """The operation on something else in place of its tensors."""
+    def __str__(self) -> str:
+        module = next((name for name in reversed(self.modules) if name), "")
+        return f"{module} ({self.name})" if module else self.name
+
+    def run(self, replace: Callable[[Value], Any]) -> Any:
+        """Run the operation again with each tensor replaced."""
         args, kwargs = tree_map(
-            lambda leaf: change(leaf) if isinstance(leaf, Value) else leaf, (self.args, self.kwargs)
+            lambda leaf: replace(leaf) if isinstance(leaf, Value) else leaf,
+            (self.args, self.kwargs),
         )
         return self.op(*args, **kwargs)
 
 
 @dataclass(eq=False)
 class Trace:
-    """A run of a model."""
+    """A recorded run.
+
+    Args:
+        calls: the operations in order.
+        values: all tensors; parameters and buffers come first.
+        outputs: the tensors that the model returned.
+        error: the exception that ended the run early.
+    """
 
     calls: list[Call]
-    values: list[Value]  # parameters and buffers first
+    values: list[Value]
     outputs: list[Value]
-    error: Exception | None = None  # that ended it early
+    error: Exception | None = None
 
     @property
     def named(self) -> dict[str, Value]:
+        """Parameters and buffers by name."""
         return {value.name: value for value in self.values if value.name is not None}
 
 
 def record(model: nn.Module, inputs: Inputs) -> Trace:
-    """Run a model on its example and write down what it does.
+    """Run a model on its example and record the operations.
 
-    In-place operations are seen as ones that make new tensors, where the model's own functions
-    allow it. A run that fails is kept up to the failure: so a shape that does not fit is found.
+    Functionalization turns in-place operations into ones that return new tensors. Models with
+    functions that do not support it are recorded without. A run that fails is recorded up to the
+    failure, so that the first operation with a wrong shape can be found.
     """
     trace = _record(model, inputs, torch.func.functionalize)
     if trace.error is not None and "functorch" in str(trace.error):
@@ -116,43 +146,43 @@ def record(model: nn.Module, inputs: Inputs) -> Trace:
 
 
 def _record(
-    model: nn.Module, inputs: Inputs, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]
+    model: nn.Module, inputs: Inputs, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Trace:
-    # Of a copy, since what a model keeps of a recorded run is no good afterwards.
+    # Use a copy, since tensors that a model caches during a recorded run are wrapped and unusable.
     model = copy.deepcopy(model, {id(param): param for param in model.parameters()})
     recorder = _Recorder(model)
     leaves, spec = tree_flatten((inputs.args, inputs.kwargs))
-    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     outputs: list[Value] = []
 
     def run(*tensors: Tensor) -> None:
         given = list(leaves)
-        for i, tensor in zip(where, tensors, strict=True):
+        for i, tensor in zip(tensor_indices, tensors, strict=True):
             given[i] = tensor
         args, kwargs = tree_unflatten(given, spec)
         for tensor in tensors_of(model(*args, **kwargs)):
-            tensor.clone()  # an operation that shows which value it is
+            tensor.clone()  # the recorded clone identifies the output's value
             outputs.extend(recorder.calls[-1].outs)
 
     error: Exception | None = None
-    with torch.no_grad(), plain_operations(), recorder.modules_named(), recorder:
+    with torch.no_grad(), _plain_attention(), recorder.track_modules(), recorder:
         try:
-            wrapped(run)(*(leaves[i] for i in where))
+            wrap(run)(*(leaves[i] for i in tensor_indices))
         except Exception as raised:
             error = raised
     return Trace(recorder.calls, recorder.values, outputs, error)
 
 
 @contextlib.contextmanager
-def plain_operations() -> Iterator[None]:
-    """Attention as matrix products and a softmax, not as one kernel that hides its heads."""
-    fast = torch.backends.mha.get_fastpath_enabled()
+def _plain_attention() -> Iterator[None]:
+    """Compute attention by matrix products and softmax, not by a fused kernel that hides heads."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 class _Recorder(TorchDispatchMode):
@@ -161,8 +191,8 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self._model = model
-        self._at_work: list[str] = []
-        # By identity. The values keep their tensors alive, so that no identity is used again.
+        self._running: list[str] = []  # names of modules
+        # By id. The values keep their tensors alive, so that no id is used twice.
         self._value_of: dict[int, Value] = {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._add(Value(tensor.detach(), name=name, weight=name), tensor)
@@ -171,19 +201,19 @@ class _Recorder(TorchDispatchMode):
         self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        values, named = tree_map(self._known, (args, kwargs))
+        values, named = tree_map(self._lookup, (args, kwargs))
         result = op(*args, **kwargs)
         outs = [out for out in tree_flatten(result)[0] if isinstance(out, Tensor)]
         if op._schema.is_mutable:
-            made = self._changed(op, values, named)
+            made = self._written(op, values, named)
         else:
-            made = [self._new(out) for out in outs]
-        self.calls.append(Call(op, values, named, made, tuple(self._at_work)))
+            made = [self._add(Value(out), out) for out in outs]
+        self.calls.append(Call(op, values, named, made, tuple(self._running)))
         return result
 
     @contextlib.contextmanager
-    def modules_named(self) -> Iterator[None]:
-        """Know which module is at work."""
+    def track_modules(self) -> Iterator[None]:
+        """Record which modules are running."""
         hooks = []
         for name, module in self._model.named_modules():
             hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
@@ -195,29 +225,26 @@ class _Recorder(TorchDispatchMode):
                 hook.remove()
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
-        self._at_work.append(name)
+        self._running.append(name)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._at_work:
-            self._at_work.pop()
+        if self._running:
+            self._running.pop()
 
-    def _known(self, leaf: Any) -> Any:
-        """A tensor's value; one that was never seen comes from outside, as the inputs do."""
+    def _lookup(self, leaf: Any) -> Any:
+        """Return a tensor's value. An unknown tensor is an input and gets a new value."""
         if not isinstance(leaf, Tensor):
             return leaf
-        return self._value_of.get(id(leaf)) or self._new(leaf)
+        return self._value_of.get(id(leaf)) or self._add(Value(leaf), leaf)
 
-    def _changed(self, op: OpOverload, args: Any, kwargs: Any) -> list[Value]:
-        """What an operation in place may have changed: all that lies in the same memory."""
+    def _written(self, op: OpOverload, args: Any, kwargs: Any) -> list[Value]:
+        """Return all values that share storage with the arguments an in-place operation writes."""
         written = []
         for i, argument in enumerate(op._schema.arguments):
             if argument.is_write:
                 written.append(args[i] if i < len(args) else kwargs.get(argument.name))
-        memory = {_memory(leaf) for leaf in tree_flatten(written)[0] if isinstance(leaf, Value)}
-        return [value for value in self.values if _memory(value) in memory]
-
-    def _new(self, tensor: Tensor) -> Value:
-        return self._add(Value(tensor), tensor)
+        storages = {_storage(leaf) for leaf in tree_flatten(written)[0] if isinstance(leaf, Value)}
+        return [value for value in self.values if _storage(value) in storages]
 
     def _add(self, value: Value, tensor: Tensor) -> Value:
         self.values.append(value)
@@ -225,5 +252,5 @@ class _Recorder(TorchDispatchMode):
         return value
 
 
-def _memory(value: Value) -> int:
+def _storage(value: Value) -> int:
     return value.tensor.untyped_storage().data_ptr()

@@ -1,35 +1,37 @@
-"""What compact knows about PyTorch's operations. An operation without a rule is opaque."""
+"""The rules that analyse PyTorch's operations. An operation without a rule is opaque.
+
+`base.Rule` is the interface. `rule_for` finds the rule of a recorded operation by its name.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from pdecay.deployment.compact.rules.base import Reads, Rule
+from pdecay.deployment.compact.rules.base import Consumer, Factory, Opaque, Rule
 from pdecay.deployment.compact.rules.elementwise import Elementwise, Like, Product
 from pdecay.deployment.compact.rules.lookups import Bags, Lookup
 from pdecay.deployment.compact.rules.mixing import (
     Along,
     BatchNorm,
     GroupNorm,
-    Last,
+    LastTwo,
     LayerNorm,
     Padding,
     Spatial,
     WeightNorm,
 )
 from pdecay.deployment.compact.rules.moves import Join, Move, Overwrite
-from pdecay.deployment.compact.rules.opaque import Factory, Opaque
 from pdecay.deployment.compact.rules.products import Convolution, GroupedProduct, MatrixProduct
 from pdecay.deployment.compact.trace import Call
 
-__all__ = ["OPAQUE", "Reads", "Rule", "rule_for"]
+__all__ = ["OPAQUE", "Consumer", "Rule", "rule_for"]
 
 OPAQUE = Opaque()
 _FACTORY = Factory()
 _ELEMENTWISE = Elementwise()
 
 _RULES: dict[Rule, str] = {
-    # torch tags most elementwise operations as such; not these
+    # elementwise operations without torch's tag "pointwise"
     _ELEMENTWISE: "alias detach lift_fresh _to_copy copy hardswish rsub masked_fill "
     "log_sigmoid_forward _prelu_kernel floor_divide fill",
     Product(): "mul",
@@ -53,7 +55,7 @@ _RULES: dict[Rule, str] = {
     "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
     "_upsample_bilinear2d_aa _upsample_bicubic2d_aa reflection_pad1d reflection_pad2d "
     "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d",
-    Last(): "tril triu",
+    LastTwo(): "tril triu",
     Padding(): "constant_pad_nd",
     LayerNorm(): "native_layer_norm _fused_rms_norm",
     BatchNorm(): "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training "
@@ -64,13 +66,13 @@ _RULES: dict[Rule, str] = {
     Bags(): "_embedding_bag _embedding_bag_forward_only",
 }
 _BY_NAME = {name: rule for rule, names in _RULES.items() for name in names.split()}
-_NOT_WHAT_THE_NAME_SAYS = {"view.dtype"}  # other bits, not other places
+_OPAQUE_OVERLOADS = {"view.dtype"}  # reinterprets the bits instead of reshaping
 
 
 def rule_for(call: Call) -> Rule:
-    """The rule of an operation."""
+    """Return the rule of an operation."""
     overload = str(call.op).removeprefix("aten.")
-    if call.in_place or overload in _NOT_WHAT_THE_NAME_SAYS:
+    if call.in_place or overload in _OPAQUE_OVERLOADS:
         return OPAQUE
     if not call.ins:
         return _FACTORY

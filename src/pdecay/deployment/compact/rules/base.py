@@ -1,98 +1,147 @@
-"""What a rule answers about an operation, and what the rules share."""
+"""The interface of a rule, the helpers that rules share, and the rule for unknown operations."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pdecay.deployment.compact.trace import Call, Value
-from pdecay.deployment.compact.units import Places, Units
+from pdecay.deployment.compact.units import Labels, Units, fixed
+
+_UNIFORM = {"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"}
 
 
 @dataclass(eq=False)
-class Reads:
-    """A sum over an axis, seen from each of its positions.
+class Consumer:
+    """A sum over an axis. Each position of the axis is one term, or one for each output.
 
     Args:
-        places: which units the positions belong to.
-        emits: which positions hold anything but a constant zero.
-        counts: of which positions a term can be anything but zero, in an output that is read.
-        varies: of which positions such a term depends on the model's inputs.
-        constants: the constant that a position holds at every place; NaN where it does not.
-        weight: the name of the weight that it is multiplied by, where it is the layer's own.
-        shift: for each position what its constant adds to each output.
-        why_not: why a constant cannot be added to the bias instead; None where it can.
+        labels: the labels of the positions.
+        nonzero: the positions that are not zero for every input.
+        used: the positions with a term that is not always zero, in an output that is live.
+        varies: the positions with such a term that varies with the model's inputs.
+        constants: the constant value of a position; NaN where there is not a single one.
+        weight: the name of the weight in the sum, if it belongs to the running layer.
+        coefficients: the factor of each position in each output, which folding multiplies by the
+            constant.
+        no_fold: the reason why constants cannot be folded; None if they can.
     """
 
-    places: Places
-    emits: Tensor
-    counts: Tensor
+    labels: Labels
+    nonzero: Tensor
+    used: Tensor
     varies: Tensor
     constants: Tensor
     weight: str | None
-    shift: Tensor
-    why_not: str | None
+    coefficients: Tensor
+    no_fold: str | None
 
 
-class Rule(Protocol):
-    """One kind of operation."""
+class Rule(ABC):
+    """The analysis of one kind of operation."""
 
-    def tie(self, call: Call, units: Units) -> None:
-        """Give the outputs their places, and tie those of the inputs to them."""
+    @abstractmethod
+    def label(self, call: Call, units: Units) -> None:
+        """Label the outputs, and tie or keep the units that the operation requires."""
 
-    def vary(self, call: Call) -> None:
-        """Say which elements of the outputs vary."""
+    @abstractmethod
+    def mark_varying(self, call: Call) -> None:
+        """Set the outputs' masks of varying elements."""
 
-    def back(self, call: Call) -> None:
-        """Add to the inputs' live elements those that the outputs' live ones depend on."""
+    @abstractmethod
+    def mark_live(self, call: Call) -> None:
+        """Mark the elements of the inputs that live elements of the outputs depend on."""
 
-    def reads(self, call: Call) -> Reads | None:
-        """The sum over an axis whose units may go; None where there is no such sum."""
-
-    def sizes(self, call: Call, units: Units) -> dict[str, Places]:
-        """Attributes of the module at work that count positions: their names, and which."""
-
-    def steps(self, call: Call) -> list[tuple[Places, int]]:
-        """Axes whose sizes have to be multiples of a number, and of which."""
-
-    def makes(self, call: Call) -> tuple[str, int] | None:
-        """The name of the weight whose outputs lie along an axis of the result, and the axis."""
-
-
-class Plain:
-    """The answers that most rules share."""
-
-    def makes(self, call: Call) -> tuple[str, int] | None:
+    def consumer(self, call: Call) -> Consumer | None:
+        """Return the sum over an axis whose units can be removed, if there is one."""
         return None
 
-    def reads(self, call: Call) -> Reads | None:
+    def producer(self, call: Call) -> tuple[str, int] | None:
+        """Return the name of the weight that makes new units, and their axis of the output."""
         return None
 
-    def sizes(self, call: Call, units: Units) -> dict[str, Places]:
+    def counted(self, call: Call, units: Units) -> dict[str, Labels]:
+        """Return the attributes of the running module that count positions, and their labels."""
         return {}
 
-    def steps(self, call: Call) -> list[tuple[Places, int]]:
+    def multiples(self, call: Call) -> list[tuple[Labels, int]]:
+        """Return the axes whose sizes must be multiples of a number, and the number."""
         return []
 
 
-def where(call: Call) -> str:
-    """The module at work and its operation, for a reason."""
-    module = next((name for name in reversed(call.modules) if name), "")
-    return f"{module} ({call.name})" if module else call.name
+class Opaque(Rule):
+    """An unknown operation: every output element may depend on every input element."""
+
+    def label(self, call: Call, units: Units) -> None:
+        reason = f"{call} is an operation that compact does not know"
+        keep_all(call.ins, units, reason)
+        if call.in_place:
+            keep_all(call.outs, units, reason)
+        else:
+            for out in call.outs:
+                out.labels = fixed_axes(out)
+
+    def mark_varying(self, call: Call) -> None:
+        random = torch.Tag.nondeterministic_seeded in call.op.tags
+        reads_varying = not call.ins or any(bool(value.varies.any()) for value in call.ins)
+        fill_all(call.outs, random or reads_varying or call.in_place)
+
+    def mark_live(self, call: Call) -> None:
+        # An operation without tensor outputs returns a number, which the code may use anywhere.
+        live = call.in_place or not call.outs or any(bool(out.live.any()) for out in call.outs)
+        for value in call.ins:
+            value.mark_live(live)
 
 
-def fix_all(values: Iterable[Value], units: Units, why: str) -> None:
+class Factory(Opaque):
+    """An operation that makes a tensor without reading one, such as ``torch.zeros``.
+
+    A tensor filled with one number is constant. Its size may come from a tensor whose size changes,
+    so that its axes get units; whether the code makes it smaller is checked later. Any other
+    tensor, such as ``torch.arange``, may depend on the shape of the inputs.
+    """
+
+    def label(self, call: Call, units: Units) -> None:
+        resizable = call.name in _UNIFORM or call.uninitialized
+        for out in call.outs:
+            out.labels = [units.new(n) if resizable else fixed(n) for n in out.tensor.shape]
+
+    def mark_varying(self, call: Call) -> None:
+        fill_all(call.outs, call.name not in _UNIFORM)
+
+    def mark_live(self, call: Call) -> None:
+        pass
+
+
+def size_mismatch(call: Call) -> str:
+    """Return the reason for which tied units are kept: the other tensor's size is fixed."""
+    return f"{call} meets a fixed size"
+
+
+def keep_all(values: Iterable[Value], units: Units, reason: str) -> None:
+    """Keep the units of all axes."""
     for value in values:
-        for places in value.places:
-            units.fix(places.tolist(), why)
+        for labels in value.labels:
+            units.keep(labels.tolist(), reason)
 
 
-def reduced(mask: Tensor, shape: torch.Size) -> Tensor:
-    """A mask on a tensor's broadcast form as one on the tensor: where any copy of it is set."""
+def fixed_axes(value: Value) -> list[Labels]:
+    """Return labels of no units for all axes."""
+    return [fixed(n) for n in value.tensor.shape]
+
+
+def fill_all(values: Iterable[Value], varies: bool) -> None:
+    """Mark all elements as varying, or as constant."""
+    for value in values:
+        value.varies = torch.full_like(value.tensor, varies, dtype=torch.bool)
+
+
+def reduce_mask(mask: Tensor, shape: torch.Size) -> Tensor:
+    """Reduce a mask to the shape that was broadcast: True where any copy is True."""
     extra = mask.ndim - len(shape)
     axes = [*range(extra)]
     axes += [i + extra for i, n in enumerate(shape) if n == 1 and mask.shape[i + extra] != 1]

@@ -1,83 +1,81 @@
-"""Operations on each element by itself: activations, sums and products of tensors, copies."""
+"""Rules for elementwise operations: activations, sums and products of tensors, copies."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from pdecay.deployment.compact.rules.base import Plain, reduced, where
-from pdecay.deployment.compact.trace import Call, Value
-from pdecay.deployment.compact.units import Places, Units, fixed
+from pdecay.deployment.compact.rules.base import (
+    Rule,
+    fill_all,
+    fixed_axes,
+    reduce_mask,
+    size_mismatch,
+)
+from pdecay.deployment.compact.trace import Call
+from pdecay.deployment.compact.units import Units
 
-_SAME = {"alias", "detach", "lift_fresh"}
-_ALIKE = {"zeros_like", "ones_like", "full_like"}  # all elements the same
+_IDENTITIES = {"alias", "detach", "lift_fresh"}
+_UNIFORM = {"zeros_like", "ones_like", "full_like"}  # filled with one number
 
 
-class Elementwise(Plain):
-    """Position i of every input and of the output go together."""
+class Elementwise(Rule):
+    """Position i of every input and of the output belong to the same units."""
 
-    def tie(self, call: Call, units: Units) -> None:
+    def label(self, call: Call, units: Units) -> None:
         for out in call.outs:
-            rank = out.tensor.ndim
-            places: list[Places] = [fixed(n) for n in out.tensor.shape]
-            given: set[int] = set()
+            out.labels = fixed_axes(out)
+            labelled: set[int] = set()
             for value in call.ins:
-                for axis, own in enumerate(value.places, start=rank - value.tensor.ndim):
+                for axis, own in enumerate(value.labels, start=out.tensor.ndim - value.tensor.ndim):
                     if len(own) == 1:
-                        continue  # one element for all positions
-                    if axis in given:
-                        units.tie(places[axis], own, f"{where(call)} meets a fixed size")
+                        continue  # broadcast to all positions
+                    if axis in labelled:
+                        units.tie(out.labels[axis], own, size_mismatch(call))
                     else:
-                        places[axis] = own
-                        given.add(axis)
-            out.places = places
-            if call.name in _SAME:
+                        out.labels[axis] = own
+                        labelled.add(axis)
+            if call.name in _IDENTITIES:
                 out.weight = call.ins[0].weight
 
-    def vary(self, call: Call) -> None:
+    def mark_varying(self, call: Call) -> None:
         for out in call.outs:
             out.varies = torch.zeros_like(out.tensor, dtype=torch.bool)
             for value in call.ins:
                 out.varies = out.varies | value.varies
 
-    def back(self, call: Call) -> None:
+    def mark_live(self, call: Call) -> None:
         for out in call.outs:
             for value in call.ins:
-                value.live = value.live | reduced(out.live, value.tensor.shape)
+                value.mark_live(reduce_mask(out.live, value.tensor.shape))
 
 
 class Product(Elementwise):
-    """Elementwise too, but a constant zero makes the other factor unread, and a zero."""
+    """An elementwise product. Where one factor is always zero, the other is not read."""
 
-    def vary(self, call: Call) -> None:
+    def mark_varying(self, call: Call) -> None:
         if len(call.ins) == 1:
-            super().vary(call)
+            super().mark_varying(call)
         else:
             a, b = call.ins
             (out,) = call.outs
-            out.varies = (a.varies & b.counts) | (b.varies & a.counts)
+            out.varies = (a.varies & b.nonzero) | (b.varies & a.nonzero)
 
-    def back(self, call: Call) -> None:
+    def mark_live(self, call: Call) -> None:
         if len(call.ins) == 1:
-            super().back(call)
+            super().mark_live(call)
         else:
             a, b = call.ins
             (out,) = call.outs
-            _read(a, out.live & b.counts)
-            # Where both are zero one of them has to be kept so, or the product may change.
-            _read(b, out.live & (a.counts | ~b.counts))
+            a.mark_live(reduce_mask(out.live & b.nonzero, a.tensor.shape))
+            # Where both are zero, one of them must be live, or both zeros could be changed.
+            b.mark_live(reduce_mask(out.live & (a.nonzero | ~b.nonzero), b.tensor.shape))
 
 
 class Like(Elementwise):
-    """A tensor in the shape of another, whose elements it does not read."""
+    """A new tensor in the shape of another, whose elements are not read: ``zeros_like``."""
 
-    def vary(self, call: Call) -> None:
-        for out in call.outs:
-            out.varies = torch.full_like(out.tensor, call.name not in _ALIKE, dtype=torch.bool)
+    def mark_varying(self, call: Call) -> None:
+        fill_all(call.outs, call.name not in _UNIFORM)
 
-    def back(self, call: Call) -> None:
+    def mark_live(self, call: Call) -> None:
         pass
-
-
-def _read(value: Value, mask: Tensor) -> None:
-    value.live = value.live | reduced(mask, value.tensor.shape)

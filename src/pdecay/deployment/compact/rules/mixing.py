@@ -1,201 +1,189 @@
-"""Operations within which the positions of some axes see each other: softmax, pooling, norms.
+"""Rules for operations that mix the positions of some axes: softmax, pooling, normalization.
 
-An axis that is mixed keeps all its positions. A layer norm over the channels is why the channels of
-a transformer's residual stream stay: even one that nobody reads is part of the mean.
+A mixed axis keeps all its positions. For this reason the channels of a transformer's residual
+stream are kept: a layer norm's mean contains every channel, also those that nothing else reads.
 """
 
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pdecay.deployment.compact.rules.base import Plain, fix_all, where
+from pdecay.deployment.compact.rules.base import (
+    Rule,
+    fill_all,
+    fixed_axes,
+    keep_all,
+    size_mismatch,
+)
 from pdecay.deployment.compact.trace import Call, Value
-from pdecay.deployment.compact.units import Places, Units, fixed
+from pdecay.deployment.compact.units import Labels, Units, fixed
 
 
-class Mixing(Plain):
-    """The first input's axes mix; other inputs (weights, indices) are read whole."""
+class Mixing(Rule):
+    """An operation that mixes axes of its first input and reads all of its other inputs."""
 
+    @abstractmethod
     def axes(self, call: Call) -> set[int]:
-        """The axes of the first input that mix."""
-        raise NotImplementedError
+        """Return the mixed axes of the first input."""
 
-    def tie(self, call: Call, units: Units) -> None:
+    def label(self, call: Call, units: Units) -> None:
         value, *others = call.ins
         mixed = self.axes(call)
         for axis in mixed:
-            units.fix(value.places[axis].tolist(), f"{where(call)} mixes all of them")
-        fix_all(others, units, f"{where(call)} reads all of it")
-        kept = [i for i in range(value.tensor.ndim) if i not in mixed]
+            units.keep(value.labels[axis].tolist(), _mixes(call))
+        keep_all(others, units, f"{call} reads all of it")
         for out in call.outs:
             if out.tensor.ndim == value.tensor.ndim:
-                out.places = [
+                out.labels = [
                     own if n == len(own) else fixed(n)
-                    for n, own in zip(out.tensor.shape, value.places, strict=True)
+                    for n, own in zip(out.tensor.shape, value.labels, strict=True)
                 ]
             else:
-                out.places = [value.places[i] for i in kept]
+                out.labels = [own for i, own in enumerate(value.labels) if i not in mixed]
 
-    def vary(self, call: Call) -> None:
+    def mark_varying(self, call: Call) -> None:
         value, *others = call.ins
         mixed = sorted(self.axes(call))
-        varies = value.varies.amax(mixed, keepdim=True) if mixed else value.varies
-        read = any(bool(other.varies.any()) for other in others)
+        varies = _any_over(value.varies, mixed)
+        reads_varying = any(bool(other.varies.any()) for other in others)
         for out in call.outs:
-            own = varies | read
+            own = varies | reads_varying
             if out.tensor.ndim != value.tensor.ndim:
                 own = own.squeeze(mixed)
             out.varies = own.expand(out.tensor.shape)
 
-    def back(self, call: Call) -> None:
+    def mark_live(self, call: Call) -> None:
         value, *others = call.ins
         mixed = sorted(self.axes(call))
         for out in call.outs:
             live = out.live
-            if out.tensor.ndim != value.tensor.ndim:
+            if out.tensor.ndim == value.tensor.ndim:
+                live = _any_over(live, mixed)
+            else:
                 for axis in mixed:
                     live = live.unsqueeze(axis)
-            elif mixed:
-                live = live.amax(mixed, keepdim=True)
-            value.live = value.live | live
+            value.mark_live(live)
             for other in others:
-                other.live = other.live | live.any()
+                other.mark_live(live.any())
 
 
 class Along(Mixing):
-    """Along the axes of the operation's ``dim`` argument; all of them where it has none."""
+    """Mixes the axes of the ``dim`` argument, or all axes without one."""
 
     def axes(self, call: Call) -> set[int]:
-        names = [argument.name for argument in call.op._schema.arguments]
+        dims = _argument(call, "dim")
         rank = call.ins[0].tensor.ndim
-        dims = None
-        if "dim" in names:
-            at = names.index("dim")
-            dims = call.args[at] if at < len(call.args) else call.kwargs.get("dim")
         if dims is None or dims == []:
             return set(range(rank))
         return {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
 
 
 class Spatial(Mixing):
-    """Over pixels, as pooling and resizing do: the last axes, as many as the name says."""
+    """Mixes pixels: the last axes, as many as the operation's name says (``avg_pool2d``)."""
 
     def axes(self, call: Call) -> set[int]:
-        rank = call.ins[0].tensor.ndim
         (count,) = (int(digit) for digit in re.findall(r"(\d)d", call.name))
-        return set(range(rank - count, rank))
+        return _last(call, count)
 
 
-class Last(Mixing):
-    """The last two axes, as in ``tril``."""
+class LastTwo(Mixing):
+    """Mixes the last two axes: ``tril``, ``triu``."""
 
     def axes(self, call: Call) -> set[int]:
-        rank = call.ins[0].tensor.ndim
-        return {rank - 2, rank - 1}
+        return _last(call, 2)
+
+
+class LayerNorm(Mixing):
+    """Mixes the axes of the normalized shape."""
+
+    def axes(self, call: Call) -> set[int]:
+        return _last(call, len(call.args[1]))
 
 
 class Padding(Mixing):
-    """The axes that are padded."""
+    """Mixes the axes that are padded."""
 
     def axes(self, call: Call) -> set[int]:
         rank = call.ins[0].tensor.ndim
-        pads = call.args[1]
-        return {rank - 1 - i // 2 for i, pad in enumerate(pads) if pad}
+        return {rank - 1 - i // 2 for i, pad in enumerate(call.args[1]) if pad}
 
-    def vary(self, call: Call) -> None:
+    def mark_varying(self, call: Call) -> None:
         (value,), (out,) = call.ins, call.outs
         out.varies = torch.ops.aten.constant_pad_nd(value.varies, call.args[1], False)
 
 
-class LayerNorm(Mixing):
-    """The axes of the normalised shape."""
-
-    def axes(self, call: Call) -> set[int]:
-        rank = call.ins[0].tensor.ndim
-        return set(range(rank - len(call.args[1]), rank))
-
-
 class BatchNorm(Mixing):
-    """Each channel by itself; in eval mode each element, and a channel of weight 0 is constant."""
+    """Normalizes each channel. Mixes nothing in eval mode; a channel of weight 0 is constant."""
 
     def axes(self, call: Call) -> set[int]:
         rank = call.ins[0].tensor.ndim
-        return {i for i in range(rank) if i != 1} if _training(call) else set()
+        training = _argument(call, "training") or _argument(call, "train")
+        return {i for i in range(rank) if i != 1} if training else set()
 
-    def tie(self, call: Call, units: Units) -> None:
+    def label(self, call: Call, units: Units) -> None:
         value, *others = call.ins
         for other in others:
-            units.tie(value.places[1], other.places[0], f"{where(call)} meets a fixed size")
+            units.tie(value.labels[1], other.labels[0], size_mismatch(call))
         for axis in self.axes(call):
-            units.fix(value.places[axis].tolist(), f"{where(call)} mixes all of them")
-        out, *statistics = call.outs
-        out.places = value.places
-        for other in statistics:
-            other.places = [fixed(n) for n in other.tensor.shape]
+            units.keep(value.labels[axis].tolist(), _mixes(call))
+        _label_normalized(call)
 
-    def vary(self, call: Call) -> None:
-        value, weight = call.ins[0], call.args[1]
-        out, *statistics = call.outs
-        mixed = sorted(self.axes(call))
-        varies = value.varies.amax(mixed, keepdim=True) if mixed else value.varies
-        if isinstance(weight, Value):
-            varies = varies & _by_channel(weight.counts, value)
+    def mark_varying(self, call: Call) -> None:
+        fill_all(call.outs, True)
+        out, value = call.outs[0], call.ins[0]
+        varies = self._scaled(call, _any_over(value.varies, sorted(self.axes(call))))
         out.varies = varies.expand(out.tensor.shape)
-        for other in statistics:
-            other.varies = torch.ones_like(other.tensor, dtype=torch.bool)
 
-    def back(self, call: Call) -> None:
-        value, out, weight = call.ins[0], call.outs[0], call.args[1]
-        mixed = sorted(self.axes(call))
-        live = out.live.amax(mixed, keepdim=True) if mixed else out.live
-        if isinstance(weight, Value):
-            live = live & _by_channel(weight.counts, value)
-        value.live = value.live | live
+    def mark_live(self, call: Call) -> None:
+        live = _any_over(call.outs[0].live, sorted(self.axes(call)))
+        call.ins[0].mark_live(self._scaled(call, live))
 
-    def sizes(self, call: Call, units: Units) -> dict[str, Places]:
-        return {"num_features": call.ins[0].places[1]}
+    def counted(self, call: Call, units: Units) -> dict[str, Labels]:
+        return {"num_features": call.ins[0].labels[1]}
+
+    def _scaled(self, call: Call, mask: Tensor) -> Tensor:
+        """Clear the mask in channels that are multiplied by zero."""
+        weight = call.args[1]
+        if not isinstance(weight, Value):
+            return mask
+        return mask & weight.nonzero.view([-1 if axis == 1 else 1 for axis in range(mask.ndim)])
 
 
-class GroupNorm(Plain):
-    """The channels of a group mix with each other and over the pixels; whole groups may go."""
+class GroupNorm(Rule):
+    """Mixes pixels and the channels of a group. Whole groups can be removed."""
 
-    def tie(self, call: Call, units: Units) -> None:
+    def label(self, call: Call, units: Units) -> None:
         value, *affine = call.ins
         _, within = self._groups(call, units)
-        why = f"{where(call)} mixes all of them"
-        units.fix(within.tolist(), why)
-        for places in value.places[2:]:
-            units.fix(places.tolist(), why)
+        for labels in (within, *value.labels[2:]):
+            units.keep(labels.tolist(), _mixes(call))
         for other in affine:
-            units.tie(value.places[1], other.places[0], f"{where(call)} meets a fixed size")
-        for out in call.outs:
-            whole = out is call.outs[0]  # the others are the statistics
-            out.places = value.places if whole else [fixed(n) for n in out.tensor.shape]
+            units.tie(value.labels[1], other.labels[0], size_mismatch(call))
+        _label_normalized(call)
 
-    def vary(self, call: Call) -> None:
+    def mark_varying(self, call: Call) -> None:
         value = call.ins[0]
-        out, *statistics = call.outs
-        out.varies = self._any(call, value.varies).expand(value.tensor.shape)
-        for other in statistics:
-            other.varies = torch.ones_like(other.tensor, dtype=torch.bool)
+        fill_all(call.outs, True)
+        call.outs[0].varies = self._any_in_group(call, value.varies).expand(value.tensor.shape)
 
-    def back(self, call: Call) -> None:
-        value, out = call.ins[0], call.outs[0]
-        value.live = value.live | self._any(call, out.live)
+    def mark_live(self, call: Call) -> None:
+        call.ins[0].mark_live(self._any_in_group(call, call.outs[0].live))
 
-    def sizes(self, call: Call, units: Units) -> dict[str, Places]:
-        return {"num_groups": self._groups(call, units)[0], "num_channels": call.ins[0].places[1]}
+    def counted(self, call: Call, units: Units) -> dict[str, Labels]:
+        return {"num_groups": self._groups(call, units)[0], "num_channels": call.ins[0].labels[1]}
 
-    def _groups(self, call: Call, units: Units) -> tuple[Places, Places]:
-        places, groups = call.ins[0].places[1], call.args[6]
-        sizes = (groups, len(places) // groups)
-        outer, inner = units.split(places, sizes, f"{where(call)} groups the channels anew")
+    def _groups(self, call: Call, units: Units) -> tuple[Labels, Labels]:
+        labels, groups = call.ins[0].labels[1], call.args[6]
+        sizes = (groups, len(labels) // groups)
+        outer, inner = units.split(labels, sizes, f"{call} groups the channels in a second way")
         return outer, inner
 
-    def _any(self, call: Call, mask: Tensor) -> Tensor:
+    def _any_in_group(self, call: Call, mask: Tensor) -> Tensor:
         shape, groups = mask.shape, call.args[6]
         grouped = mask.reshape(shape[0], groups, -1).amax(-1)
         channels = grouped.repeat_interleave(shape[1] // groups, dim=1)
@@ -203,9 +191,10 @@ class GroupNorm(Plain):
 
 
 class WeightNorm(Mixing):
-    """Directions, each of the length that stands beside it.
+    """Scales each direction vector to a given length.
 
-    What is zero adds nothing to the norm of a direction, so that of the axes that mix it may go.
+    Positions of a mixed axis that are zero in every direction add nothing to the norm, so that
+    they can be removed.
     """
 
     def axes(self, call: Call) -> set[int]:
@@ -214,27 +203,45 @@ class WeightNorm(Mixing):
             i for i, n in enumerate(length.tensor.shape) if n != value.tensor.shape[i] or n == 1
         }
 
-    def tie(self, call: Call, units: Units) -> None:
+    def label(self, call: Call, units: Units) -> None:
         value, length = call.ins
-        for axis, places in enumerate(value.places):
+        for axis, labels in enumerate(value.labels):
             if axis in self.axes(call):
                 others = [i for i in range(value.tensor.ndim) if i != axis]
-                filled = value.tensor.ne(0).amax(others).numpy(force=True)
-                units.fix(places[filled].tolist(), f"{where(call)} mixes all of them")
+                nonzero = value.tensor.ne(0).amax(others).numpy(force=True)
+                units.keep(labels[nonzero].tolist(), _mixes(call))
             else:
-                units.tie(places, length.places[axis], f"{where(call)} meets a fixed size")
+                units.tie(labels, length.labels[axis], size_mismatch(call))
         for out, source in zip(call.outs, (value, length), strict=True):
-            out.places = source.places
+            out.labels = source.labels
             out.weight = source.weight
 
 
-def _by_channel(mask: Tensor, value: Value) -> Tensor:
-    return mask.view([-1 if axis == 1 else 1 for axis in range(value.tensor.ndim)])
+def _mixes(call: Call) -> str:
+    return f"{call} mixes all of them"
 
 
-def _training(call: Call) -> bool:
-    arguments = [argument.name for argument in call.op._schema.arguments]
-    for name in ("training", "train"):
-        if name in arguments:
-            return bool(call.args[arguments.index(name)])
-    return False
+def _label_normalized(call: Call) -> None:
+    """Give a norm's output the labels of its input, and its statistics fixed ones."""
+    out, *statistics = call.outs
+    out.labels = call.ins[0].labels
+    for other in statistics:
+        other.labels = fixed_axes(other)
+
+
+def _any_over(mask: Tensor, axes: list[int]) -> Tensor:
+    return mask.amax(axes, keepdim=True) if axes else mask
+
+
+def _last(call: Call, count: int) -> set[int]:
+    rank = call.ins[0].tensor.ndim
+    return set(range(rank - count, rank))
+
+
+def _argument(call: Call, name: str) -> Any:
+    """Return an argument of the operation by name; None if it is absent."""
+    names = [argument.name for argument in call.op._schema.arguments]
+    if name not in names:
+        return None
+    index = names.index(name)
+    return call.args[index] if index < len(call.args) else call.kwargs.get(name)

@@ -1,4 +1,4 @@
-"""Operations that move elements and compute nothing: reshapes, permutations, slices, joins."""
+"""Rules for operations that move elements without computing: reshape, permute, slice, cat."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdecay.deployment.compact.rules.base import Plain, where
+from pdecay.deployment.compact.rules.base import Rule, fixed_axes, size_mismatch
 from pdecay.deployment.compact.trace import Call, Value
-from pdecay.deployment.compact.units import Places, Units, fixed
+from pdecay.deployment.compact.units import Labels, Units, fixed
 
-_REORDERS = {"t", "transpose", "permute"}
+_TRANSPOSITIONS = {"t", "transpose", "permute"}
 
 
-class Move(Plain):
-    """One tensor's elements, elsewhere.
+class Move(Rule):
+    """An operation that rearranges the elements of one tensor.
 
-    How the axes of the outputs come from those of the input is seen by moving coordinates: for
-    each axis a tensor that holds the position along it, sent through the operation itself.
+    How the output's axes come from the input's axes is found by running the operation on
+    coordinates: for each input axis, a tensor that holds the position along this axis.
     """
 
-    def tie(self, call: Call, units: Units) -> None:
+    def label(self, call: Call, units: Units) -> None:
         (value,) = call.ins
         coordinates = [
-            self._moved(call, _coordinate(value, axis)) if places.any() else None
-            for axis, places in enumerate(value.places)
+            self._moved(call, _coordinates(value, axis)) if labels.any() else None
+            for axis, labels in enumerate(value.labels)
         ]
         for i, out in enumerate(call.outs):
-            parts: list[list[tuple[int, Places]]] = [[] for _ in out.tensor.shape]
-            for places, moved in zip(value.places, coordinates, strict=True):
+            parts: list[list[tuple[int, Labels]]] = [[] for _ in out.tensor.shape]
+            for labels, moved in zip(value.labels, coordinates, strict=True):
                 if moved is not None:
-                    for axis, outer, own in _sources(places, moved[i], units, where(call)):
-                        parts[axis].append((outer, own))
-            out.places = [
+                    for axis, stride, own in _targets(labels, moved[i], units, call):
+                        parts[axis].append((stride, own))
+            out.labels = [
                 units.join([own for _, own in sorted(part, key=lambda p: -p[0])])
                 if part
-                else _copies(call, value, out, axis, units)
+                else _unlabelled(call, value, out, axis, units)
                 for axis, part in enumerate(parts)
             ]
-            if call.name in _REORDERS:
+            if call.name in _TRANSPOSITIONS:
                 out.weight = value.weight
 
-    def vary(self, call: Call) -> None:
+    def mark_varying(self, call: Call) -> None:
         (value,) = call.ins
         for out, moved in zip(call.outs, self._moved(call, value.varies), strict=True):
             out.varies = moved
             if call.name == "slice" and value.name and out.tensor.shape != value.tensor.shape:
-                # The first rows of a table, as many as the input is long: not the same for all.
+                # The number of rows, such as those of a position table, may depend on the input.
                 out.varies = torch.ones_like(moved)
 
-    def back(self, call: Call) -> None:
+    def mark_live(self, call: Call) -> None:
         (value,) = call.ins
         with torch.enable_grad():
             probe = torch.zeros_like(value.tensor, dtype=torch.float32, requires_grad=True)
@@ -59,39 +59,38 @@ class Move(Plain):
         for out, there in zip(call.outs, moved, strict=True):
             if out.live.any():
                 (back,) = torch.autograd.grad(there, probe, out.live.float(), retain_graph=True)
-                value.live = value.live | (back > 0)
+                value.mark_live(back > 0)
 
     def _moved(self, call: Call, tensor: Tensor) -> list[Tensor]:
         if call.name in ("view", "_unsafe_view"):
             return [tensor.reshape(call.args[1])]
-        return _listed(call.run(lambda value: tensor))
+        result: Any = call.run(lambda value: tensor)
+        return [result] if isinstance(result, Tensor) else list(result)
 
 
-class Join(Plain):
-    """Several tensors beside each other along one axis: ``cat``, or a new one: ``stack``."""
+class Join(Rule):
+    """Several tensors next to each other along one axis: ``cat`` and ``stack``."""
 
-    def tie(self, call: Call, units: Units) -> None:
+    def label(self, call: Call, units: Units) -> None:
         (out,) = call.outs
         values = _joined(call)
         axis = _axis(call, out)
-        places: list[Places] = [fixed(n) for n in out.tensor.shape]
+        out.labels = fixed_axes(out)
         others = [i for i in range(out.tensor.ndim) if i != axis]
         if call.name == "cat":
-            places[axis] = np.concatenate([value.places[axis] for value in values])
-            sources = [[value.places[i] for i in others] for value in values]
+            out.labels[axis] = np.concatenate([value.labels[axis] for value in values])
+            sources = [[value.labels[i] for i in others] for value in values]
         else:
-            sources = [value.places for value in values]
+            sources = [value.labels for value in values]
         for source in sources:
-            for i, own in zip(others, source, strict=True):
-                units.tie(sources[0][others.index(i)], own, f"{where(call)} meets a fixed size")
-                places[i] = own
-        out.places = places
+            for i, own, first in zip(others, source, sources[0], strict=True):
+                units.tie(first, own, size_mismatch(call))
+                out.labels[i] = own
 
-    def vary(self, call: Call) -> None:
-        (out,) = call.outs
-        out.varies = call.run(lambda value: value.varies)
+    def mark_varying(self, call: Call) -> None:
+        call.outs[0].varies = call.run(lambda value: value.varies)
 
-    def back(self, call: Call) -> None:
+    def mark_live(self, call: Call) -> None:
         (out,) = call.outs
         values = _joined(call)
         axis = _axis(call, out)
@@ -100,32 +99,31 @@ class Join(Plain):
         else:
             parts = out.live.split([value.tensor.shape[axis] for value in values], axis)
         for value, part in zip(values, parts, strict=True):
-            value.live = value.live | part
+            value.mark_live(part)
 
 
-class Overwrite(Plain):
-    """A tensor with a part of another in its place along one axis, which keeps its positions."""
+class Overwrite(Rule):
+    """A tensor with some positions of one axis replaced: ``slice_scatter``, ``select_scatter``."""
 
-    def tie(self, call: Call, units: Units) -> None:
+    def label(self, call: Call, units: Units) -> None:
         (base, part), (out,) = call.ins, call.outs
         axis = (call.args[2] if len(call.args) > 2 else 0) % base.tensor.ndim
-        why = f"{where(call)} overwrites some of them by number"
-        units.fix(base.places[axis].tolist(), why)
-        theirs = list(part.places)
+        reason = f"{call} overwrites some of them by index"
+        units.keep(base.labels[axis].tolist(), reason)
+        labels = list(part.labels)
         if call.name == "select_scatter":
-            theirs.insert(axis, base.places[axis])
+            labels.insert(axis, base.labels[axis])
         else:
-            units.fix(theirs[axis].tolist(), why)
-        for i, (own, other) in enumerate(zip(base.places, theirs, strict=True)):
+            units.keep(labels[axis].tolist(), reason)
+        for i, (own, other) in enumerate(zip(base.labels, labels, strict=True)):
             if i != axis:
-                units.tie(own, other, f"{where(call)} meets a fixed size")
-        out.places = base.places
+                units.tie(own, other, size_mismatch(call))
+        out.labels = base.labels
 
-    def vary(self, call: Call) -> None:
-        (out,) = call.outs
-        out.varies = call.run(lambda value: value.varies)
+    def mark_varying(self, call: Call) -> None:
+        call.outs[0].varies = call.run(lambda value: value.varies)
 
-    def back(self, call: Call) -> None:
+    def mark_live(self, call: Call) -> None:
         (out,) = call.outs
         with torch.enable_grad():
             probes = {
@@ -135,23 +133,24 @@ class Overwrite(Plain):
             written = call.run(lambda value: probes[id(value)])
         masks = torch.autograd.grad(written, list(probes.values()), out.live.float())
         for value, mask in zip(call.ins, masks, strict=True):
-            value.live = value.live | (mask > 0)
+            value.mark_live(mask > 0)
 
 
-def _copies(call: Call, value: Value, out: Value, axis: int, units: Units) -> Places:
-    """The places of an axis that no unit went to.
+def _unlabelled(call: Call, value: Value, out: Value, axis: int, units: Units) -> Labels:
+    """Return the labels of an output axis that has no units from the input.
 
-    An axis that repeats one position may do so less often, if the code asks for less.
+    An expanded axis repeats one position. It gets new units, since the code may expand to a
+    smaller size.
     """
     n = out.tensor.shape[axis]
-    own = axis - (out.tensor.ndim - value.tensor.ndim)
-    if call.name == "expand" and (own < 0 or value.tensor.shape[own] == 1):
-        return units.fresh(n)
+    source = axis - (out.tensor.ndim - value.tensor.ndim)
+    if call.name == "expand" and (source < 0 or value.tensor.shape[source] == 1):
+        return units.new(n)
     return fixed(n)
 
 
 def _joined(call: Call) -> list[Value]:
-    """Without the empty 1-d tensors that ``cat`` passes over."""
+    """Return the joined tensors without the empty 1-d tensors that ``cat`` skips."""
     return [value for value in call.args[0] if tuple(value.tensor.shape) != (0,)]
 
 
@@ -160,23 +159,36 @@ def _axis(call: Call, out: Value) -> int:
     return axis % out.tensor.ndim
 
 
-def _coordinate(value: Value, axis: int) -> Tensor:
-    shape = [1] * value.tensor.ndim
-    shape[axis] = -1
-    return torch.arange(value.tensor.shape[axis]).view(shape).expand(value.tensor.shape)
+def _coordinates(value: Value, axis: int) -> Tensor:
+    """Return a tensor of the value's shape that holds the position along an axis."""
+    line = torch.arange(value.tensor.shape[axis])
+    return _along(line, axis, value.tensor.ndim).expand(value.tensor.shape)
 
 
-def _sources(
-    places: Places, moved: Tensor, units: Units, where_: str
-) -> list[tuple[int, int, Places]]:
-    """For each axis of the output that an axis of the input went to: it, a rank and its places.
+def _along(line: Tensor, axis: int, rank: int) -> Tensor:
+    return line.view([-1 if i == axis else 1 for i in range(rank)])
 
-    The larger the rank, the further out the input's axis is within the output's.
+
+def _targets(
+    labels: Labels, moved: Tensor, units: Units, call: Call
+) -> list[tuple[int, int, Labels]]:
+    """Find the output axes that an input axis was moved to.
+
+    Args:
+        labels: the labels of the input axis.
+        moved: for each output element, its position along the input axis.
+        units: the units.
+        call: the operation, for reasons.
+
+    Returns:
+        For each output axis: its number, the stride of the input axis within it (for the order of
+        several input axes), and its labels.
     """
     if not moved.numel():
         return []
     origin = int(moved[(0,) * moved.ndim])
-    lines = {}
+    lines = {}  # for each output axis that matters, the offset along it
+    total = torch.full((1,) * moved.ndim, origin)
     for axis in range(moved.ndim):
         line = moved
         for other in reversed([i for i in range(moved.ndim) if i != axis]):
@@ -184,40 +196,27 @@ def _sources(
         line = line - origin
         if line.any():
             lines[axis] = line
-    if not _is_sum(moved, origin, lines):
-        units.fix(places.tolist(), f"{where_} mixes the order of the axis")
+            total = total + _along(line, axis, moved.ndim)
+    if not (moved == total).all():  # the position is not a sum over output axes
+        units.keep(labels.tolist(), f"{call} mixes the order of the axis")
         return []
     if not lines:
-        units.fix(places.tolist(), f"{where_} takes one position by its number")
+        units.keep(labels.tolist(), f"{call} takes one position by its index")
         return []
     if len(lines) == 1:
         ((axis, line),) = lines.items()
-        rank = int((line != line[0]).int().argmax())  # the first position with another value
-        return [(axis, rank, places[(line + origin).numpy()])]
-    # Split over several axes of the output: as mixed digits, or not at all.
+        stride = int((line != line[0]).int().argmax())
+        return [(axis, stride, labels[(line + origin).numpy()])]
+    # The axis is split over several output axes, whose offsets must be strides of a full grid.
     ordered = sorted(lines, key=lambda axis: -int(lines[axis][1]))
     sizes = [len(lines[axis]) for axis in ordered]
-    digits = torch.arange(len(places)).view(sizes) if np.prod(sizes) == len(places) else None
-    whole = digits is not None and all(
-        torch.equal(lines[axis], digits.select(0, 0).new_tensor(range(n)) * stride)
-        for axis, n, stride in zip(ordered, sizes, digits.stride(), strict=True)
+    grid = torch.arange(len(labels)).view(sizes) if np.prod(sizes) == len(labels) else None
+    full = grid is not None and all(
+        torch.equal(lines[axis], torch.arange(n) * stride)
+        for axis, n, stride in zip(ordered, sizes, grid.stride(), strict=True)
     )
-    if not whole or origin:
-        units.fix(places.tolist(), f"{where_} splits the axis in overlapping or partial pieces")
+    if not full or origin:
+        units.keep(labels.tolist(), f"{call} splits the axis in overlapping or partial pieces")
         return []
-    parts = units.split(places, sizes, f"{where_} splits the axis in a second way")
+    parts = units.split(labels, sizes, f"{call} splits the axis in a second way")
     return [(axis, 1, part) for axis, part in zip(ordered, parts, strict=True)]
-
-
-def _is_sum(moved: Tensor, origin: int, lines: dict[int, Tensor]) -> bool:
-    """Whether the position along the input's axis is a sum over the output's axes."""
-    total = torch.full((1,) * moved.ndim, origin)
-    for axis, line in lines.items():
-        shape = [1] * moved.ndim
-        shape[axis] = -1
-        total = total + line.view(shape)
-    return bool((moved == total).all())
-
-
-def _listed(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)

@@ -1,4 +1,4 @@
-"""Matrix products: the sums over an axis of which terms are taken away when units go."""
+"""Rules for matrix products and convolutions: the consumers and producers of units."""
 
 from __future__ import annotations
 
@@ -6,231 +6,222 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdecay.deployment.compact.rules.base import Plain, Reads, where
+from pdecay.deployment.compact.rules.base import Consumer, Rule, reduce_mask, size_mismatch
 from pdecay.deployment.compact.trace import Call, Value
-from pdecay.deployment.compact.units import Places, Units, fixed
+from pdecay.deployment.compact.units import Labels, Units, fixed
 
 
-class MatrixProduct(Plain):
-    """``out = a @ b``, alone or in batches, with or without something added: mm, bmm, addmm."""
+class MatrixProduct(Rule):
+    """``out = a @ b``, batched or not, with or without an added tensor: mm, bmm, addmm."""
 
-    def tie(self, call: Call, units: Units) -> None:
+    def label(self, call: Call, units: Units) -> None:
         added, a, b = _operands(call)
-        why = f"{where(call)} meets a fixed size"
-        units.tie(a.places[-1], b.places[-2], why)
+        reason = size_mismatch(call)
+        units.tie(a.labels[-1], b.labels[-2], reason)
         if a.varies.any() and b.varies.any():
-            # Scores of attention: code divides by the root of how many there are.
-            units.fix(a.places[-1].tolist(), f"{where(call)} multiplies two activations over them")
+            # The scores of attention: code divides them by the root of this size.
+            units.keep(a.labels[-1].tolist(), f"{call} multiplies two activations over them")
         (out,) = call.outs
-        batch: list[Places] = []
+        batch: list[Labels] = []
         if a.tensor.ndim == 3:
-            units.tie(a.places[0], b.places[0], why)
-            batch = [a.places[0]]
-        out.places = [*batch, a.places[-2], b.places[-1]]
+            units.tie(a.labels[0], b.labels[0], reason)
+            batch = [a.labels[0]]
+        out.labels = [*batch, a.labels[-2], b.labels[-1]]
         if added is not None:
-            offset = len(out.places) - len(added.places)
-            for axis, places in enumerate(added.places):
-                if len(places) > 1:
-                    units.tie(out.places[axis + offset], places, why)
+            offset = len(out.labels) - len(added.labels)
+            for axis, labels in enumerate(added.labels):
+                if len(labels) > 1:
+                    units.tie(out.labels[axis + offset], labels, reason)
 
-    def vary(self, call: Call) -> None:
+    def mark_varying(self, call: Call) -> None:
         added, a, b = _operands(call)
         (out,) = call.outs
-        out.varies = _any(a.varies, b.counts) | _any(a.counts, b.varies)
+        out.varies = _mask_product(a.varies, b.nonzero) | _mask_product(a.nonzero, b.varies)
         if added is not None:
             out.varies = out.varies | added.varies
 
-    def back(self, call: Call) -> None:
+    def mark_live(self, call: Call) -> None:
         added, a, b = _operands(call)
         (out,) = call.outs
-        a.live = a.live | _any(out.live, b.counts.mT)
-        # Where both factors are zero one of them has to be kept so, or the term may change.
-        zero = ~b.counts & out.live.amax(-2, keepdim=True)
-        b.live = b.live | _any(a.counts.mT, out.live) | zero
+        a.mark_live(_mask_product(out.live, b.nonzero.mT))
+        # Where both factors are zero, one of them must be live, or both zeros could be changed.
+        zero = ~b.nonzero & out.live.amax(-2, keepdim=True)
+        b.mark_live(_mask_product(a.nonzero.mT, out.live) | zero)
         if added is not None:
-            axes = list(range(out.tensor.ndim - added.tensor.ndim))
-            live = out.live.amax(axes) if axes else out.live
-            for axis, n in enumerate(added.tensor.shape):
-                live = live.amax(axis, keepdim=True) if n == 1 else live
-            added.live = added.live | live
+            added.mark_live(reduce_mask(out.live, added.tensor.shape))
 
-    def reads(self, call: Call) -> Reads | None:
+    def consumer(self, call: Call) -> Consumer | None:
         _, a, b = _operands(call)
         (out,) = call.outs
-        rows = [i for i in range(a.tensor.ndim) if i != a.tensor.ndim - 1]
-        read = _any(out.live, b.counts.mT)
-        counts = (a.counts & read).amax(rows)
-        varies = (a.varies & read).amax(rows) | (a.counts & _any(out.live, b.varies.mT)).amax(rows)
-        constants = _constants(a.tensor.flatten(0, -2).mT)
-        return Reads(
-            places=a.places[-1],
-            emits=a.counts.amax(rows),
-            counts=counts,
-            varies=varies,
-            constants=constants,
+        rows = list(range(a.tensor.ndim - 1))
+        read = _mask_product(out.live, b.nonzero.mT)
+        reads_varying = _mask_product(out.live, b.varies.mT)
+        return Consumer(
+            labels=a.labels[-1],
+            nonzero=a.nonzero.amax(rows),
+            used=(a.nonzero & read).amax(rows),
+            varies=((a.varies & read) | (a.nonzero & reads_varying)).amax(rows),
+            constants=_constants(a.tensor.flatten(0, -2).mT),
             weight=_own_weight(call, b),
-            shift=b.tensor if b.tensor.ndim == 2 else b.tensor[0],
-            why_not=None,
+            coefficients=b.tensor if b.tensor.ndim == 2 else b.tensor[0],
+            no_fold=None,
         )
 
-    def makes(self, call: Call) -> tuple[str, int] | None:
+    def producer(self, call: Call) -> tuple[str, int] | None:
         weight = _operands(call)[2].weight
         return None if weight is None else (weight, call.outs[0].tensor.ndim - 1)
 
 
 class GroupedProduct(MatrixProduct):
-    """Rows of ``a`` times the matrix of the expert that each was sent to: ``_grouped_mm``.
+    """Each row of ``a`` times the matrix of its expert: ``_grouped_mm``.
 
-    A unit counts if it does for any expert; one goes from all of them.
+    A unit is removed from all experts, if it is dead in all of them.
     """
 
-    def tie(self, call: Call, units: Units) -> None:
-        units.fix(call.args[1].places[0].tolist(), f"{where(call)} looks them up by number")
-        super().tie(call, units)
+    def label(self, call: Call, units: Units) -> None:
+        units.keep(call.args[1].labels[0].tolist(), f"{call} looks them up by index")
+        super().label(call, units)
 
-    def steps(self, call: Call) -> list[tuple[Places, int]]:
-        """Its kernel wants rows that begin at multiples of 16 bytes, however they are stored."""
+    def multiples(self, call: Call) -> list[tuple[Labels, int]]:
+        # The kernel needs rows that begin at multiples of 16 bytes, in either memory order.
         a, b = call.args[:2]
-        row = b.places[-1] if b.tensor.stride(-1) == 1 else b.places[-2]
-        return [(places, 16 // a.tensor.element_size()) for places in (a.places[-1], row)]
+        row = b.labels[-1] if b.tensor.stride(-1) == 1 else b.labels[-2]
+        return [(labels, 16 // a.tensor.element_size()) for labels in (a.labels[-1], row)]
 
 
-class Convolution(Plain):
-    """A convolution, seen by channels: whether any tap of a filter reads a channel at all.
+class Convolution(Rule):
+    """A convolution, analysed by channels: a channel is read if any tap of a filter reads it.
 
-    By taps it would depend on the image's size which of them ever meet anything but padding.
+    An analysis by taps would depend on the size of the image: near the border some taps read only
+    padding.
     """
 
-    def tie(self, call: Call, units: Units) -> None:
+    def label(self, call: Call, units: Units) -> None:
         x, weight, bias, *_ = call.args
         (out,) = call.outs
-        why = f"{where(call)} meets a fixed size"
+        reason = size_mismatch(call)
         for value in (x, weight):
-            for places in value.places[2:]:
-                units.fix(places.tolist(), f"{where(call)} mixes all of them")
-        groups, within = self._inputs(call, units)
+            for labels in value.labels[2:]:
+                units.keep(labels.tolist(), f"{call} mixes all of them")
+        groups, within = self._input_groups(call, units)
         if _transposed(call):
-            units.tie(x.places[1], weight.places[0], why)
+            units.tie(x.labels[1], weight.labels[0], reason)
             size = weight.tensor.shape[1]
-            spread = groups.repeat(size)
-            channels = units.join([spread, np.tile(weight.places[1], len(groups))])
+            channels = units.join([groups.repeat(size), np.tile(weight.labels[1], len(groups))])
         else:
-            channels = weight.places[0]
-            outer, _ = _split(channels, len(groups), units, call)
-            units.tie(groups, outer, why)
-            units.tie(within, weight.places[1], why)
-        out.places = [x.places[0], channels, *(fixed(n) for n in out.tensor.shape[2:])]
+            channels = weight.labels[0]
+            outer, _ = _split_groups(channels, len(groups), units, call)
+            units.tie(groups, outer, reason)
+            units.tie(within, weight.labels[1], reason)
+        out.labels = [x.labels[0], channels, *(fixed(n) for n in out.tensor.shape[2:])]
         if bias is not None:
-            units.tie(channels, bias.places[0], why)
+            units.tie(channels, bias.labels[0], reason)
 
-    def vary(self, call: Call) -> None:
+    def mark_varying(self, call: Call) -> None:
         (out,) = call.outs
         _, weight, bias, *_ = call.args
-        filters = _filters(call, weight.counts)
-        varies = _any(_uneven(call), filters.mT)
+        varies = _mask_product(_uneven(call), _matrix(call, weight.nonzero).mT)
         if weight.varies.any() or (bias is not None and bias.varies.any()):
             varies = torch.ones_like(varies)
-        shape = (*varies.shape, *[1] * (out.tensor.ndim - 2))
-        out.varies = varies.view(shape).expand(out.tensor.shape)
+        out.varies = _over_pixels(varies, out).expand(out.tensor.shape)
 
-    def back(self, call: Call) -> None:
+    def mark_live(self, call: Call) -> None:
         (out,) = call.outs
         x, weight, bias, *_ = call.args
-        live = _any(_by_channel(out.live), _filters(call, weight.counts))
-        x.live = x.live | live.view(*live.shape, *[1] * (x.tensor.ndim - 2))
+        live = _mask_product(_by_channel(out.live), _matrix(call, weight.nonzero))
+        x.mark_live(_over_pixels(live, x))
         for value in (weight, bias):
             if value is not None:
-                value.live = value.live | out.live.any()
+                value.mark_live(out.live.any())
 
-    def reads(self, call: Call) -> Reads | None:
+    def consumer(self, call: Call) -> Consumer | None:
         (out,) = call.outs
         x, weight, _, _, padding, *_ = call.args
         groups = call.args[8]
         if weight.tensor.shape[1] == 1 and not _transposed(call):
             return None  # depthwise: no sum over channels
-        read = _any(_by_channel(out.live), _filters(call, weight.counts))
-        emits = _by_channel(x.counts).amax(0)
-        counts = (_by_channel(x.counts) & read).amax(0)
-        varies = (_by_channel(x.varies) & read).amax(0)
-        if weight.varies.any():
-            varies = counts
-        constants = _constants(x.tensor.transpose(0, 1).flatten(1))
-        why_not = None
-        if any(padding):
-            why_not = "it is not zero, and the zeros around the image would not be it"
-        elif _transposed(call):
-            why_not = "a transposed convolution spreads it unevenly"
+        read = _mask_product(_by_channel(out.live), _matrix(call, weight.nonzero))
+        nonzero = _by_channel(x.nonzero).amax(0)
+        used = (_by_channel(x.nonzero) & read).amax(0)
+        varies = used if weight.varies.any() else (_by_channel(x.varies) & read).amax(0)
+        no_fold = None
         if groups > 1:
-            why_not = "it is one of several groups"
-        places = x.places[1]
+            no_fold = "its consumer is a grouped convolution"
+        elif any(padding):
+            no_fold = "it is not zero, and its consumer pads the image with zeros"
+        elif _transposed(call):
+            no_fold = "a transposed convolution spreads it unevenly"
+        labels = x.labels[1]
         if groups > 1 and not _transposed(call):
-            # They share the axis of the weight: a channel goes from all groups or from none.
-            places = weight.places[1]
-            emits, counts, varies = (
-                mask.view(groups, -1).amax(0) for mask in (emits, counts, varies)
+            # All groups share the weight's channel axis: a channel is removed from all or none.
+            labels = weight.labels[1]
+            nonzero, used, varies = (
+                mask.view(groups, -1).amax(0) for mask in (nonzero, used, varies)
             )
-        return Reads(
-            places=places,
-            emits=emits,
-            counts=counts,
+        return Consumer(
+            labels=labels,
+            nonzero=nonzero,
+            used=used,
             varies=varies,
-            constants=constants,
+            constants=_constants(x.tensor.transpose(0, 1).flatten(1)),
             weight=_own_weight(call, weight),
-            shift=_filters(call, weight.tensor, total=True).mT,
-            why_not=why_not,
+            coefficients=_matrix(call, weight.tensor, total=True).mT,
+            no_fold=no_fold,
         )
 
-    def makes(self, call: Call) -> tuple[str, int] | None:
+    def producer(self, call: Call) -> tuple[str, int] | None:
         weight: str | None = call.args[1].weight
         return None if weight is None else (weight, 1)
 
-    def sizes(self, call: Call, units: Units) -> dict[str, Places]:
-        groups, _ = self._inputs(call, units)
+    def counted(self, call: Call, units: Units) -> dict[str, Labels]:
+        groups, _ = self._input_groups(call, units)
         return {"groups": groups} if len(groups) > 1 else {}
 
-    def _inputs(self, call: Call, units: Units) -> tuple[Places, Places]:
-        return _split(call.args[0].places[1], call.args[8], units, call)
+    def _input_groups(self, call: Call, units: Units) -> tuple[Labels, Labels]:
+        return _split_groups(call.args[0].labels[1], call.args[8], units, call)
 
 
 def _operands(call: Call) -> tuple[Value | None, Value, Value]:
+    """Return the added tensor, if there is one, and both factors."""
     if call.name in ("addmm", "baddbmm"):
         return call.args[0], call.args[1], call.args[2]
     a, b = call.args[:2]
     if call.name == "_grouped_mm":
-        whole = Value(b.tensor.abs().amax(0), None, b.weight, b.places[1:], b.varies.amax(0))
-        whole.live = b.live.amax(0)
-        return None, a, whole
+        # One matrix that is zero where the matrices of all experts are.
+        merged = Value(b.tensor.abs().amax(0), None, b.weight, b.labels[1:], b.varies.amax(0))
+        merged.live = b.live.amax(0)
+        return None, a, merged
     return None, a, b
 
 
 def _own_weight(call: Call, value: Value) -> str | None:
-    """The name of a parameter that the layer at work multiplies by; None if it is not its own."""
+    """Return the name of a weight that belongs to the running layer; None for other weights."""
     if value.weight is None or not call.modules:
         return None
     return value.weight if value.weight.rpartition(".")[0] == call.modules[-1] else None
 
 
-def _any(a: Tensor, b: Tensor) -> Tensor:
-    """Of two masks, where any product of the sum is set.
+def _mask_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the matrix product of two masks: True where any term of the sum is True.
 
-    Whether a unit varies or is read is mostly the same at every place, so that the rows of a mask
-    are alike and one of them says it all.
+    The rows of a mask are mostly equal, since units vary or are read at all positions alike. Then
+    a product with one row is enough.
     """
-    if _alike(b):
+    if _rows_equal(b):
         return a.any(-1, keepdim=True) & b[..., :1, :]
-    if _alike(a):
+    if _rows_equal(a):
         once = (a[..., :1, :].float() @ b.float()) > 0
         return once.expand(*once.shape[:-2], a.shape[-2], once.shape[-1])
     return (a.float() @ b.float()) > 0
 
 
-def _alike(mask: Tensor) -> bool:
+def _rows_equal(mask: Tensor) -> bool:
     return bool((mask == mask[..., :1, :]).all())
 
 
-def _split(places: Places, groups: int, units: Units, call: Call) -> tuple[Places, Places]:
-    why = f"{where(call)} groups the channels anew"
-    outer, inner = units.split(places, (groups, len(places) // groups), why)
+def _split_groups(labels: Labels, groups: int, units: Units, call: Call) -> tuple[Labels, Labels]:
+    sizes = (groups, len(labels) // groups)
+    outer, inner = units.split(labels, sizes, f"{call} groups the channels in a second way")
     return outer, inner
 
 
@@ -242,31 +233,37 @@ def _by_channel(mask: Tensor) -> Tensor:
     return mask.flatten(2).amax(2) if mask.ndim > 2 else mask
 
 
+def _over_pixels(mask: Tensor, value: Value) -> Tensor:
+    return mask.view(*mask.shape, *[1] * (value.tensor.ndim - 2))
+
+
 def _uneven(call: Call) -> Tensor:
-    """Which channels of the input make the sums differ from each other, or vary."""
+    """Return the input channels that make the sums vary, or differ between pixels."""
     x, _, _, _, padding, *_ = call.args
-    varies = _by_channel(x.varies)
     flat = x.tensor.flatten(2)
     even = _even(flat) & (not any(padding) and not _transposed(call))
     zero = (flat == 0).all(2)
-    uneven: Tensor = varies | ~(even | zero)
+    uneven: Tensor = _by_channel(x.varies) | ~(even | zero)
     return uneven
 
 
 def _even(values: Tensor) -> Tensor:
-    """Of which rows all elements are the same, up to the rounding errors of how they were made."""
-    whole = not (values.is_floating_point() or values.is_complex())
-    rounding = 0.0 if whole else 8 * torch.finfo(values.dtype).eps
+    """Return the rows whose elements are all equal up to rounding errors."""
+    exact = not (values.is_floating_point() or values.is_complex())
+    rounding = 0.0 if exact else 8 * torch.finfo(values.dtype).eps
     return values.isclose(values[..., :1], rtol=rounding, atol=0.0).all(-1)
 
 
 def _constants(values: Tensor) -> Tensor:
-    """The number that each row holds everywhere; NaN where it does not."""
+    """Return the value of each row whose elements are all equal; NaN for the other rows."""
     return torch.where(_even(values), values[..., 0], torch.nan)
 
 
-def _filters(call: Call, weight: Tensor, *, total: bool = False) -> Tensor:
-    """A weight, or the mask of one, as a matrix of outputs by inputs over all groups."""
+def _matrix(call: Call, weight: Tensor, *, total: bool = False) -> Tensor:
+    """Return a weight, or a mask of it, as a matrix of outputs by inputs over all groups.
+
+    Taps are added if `total`, else their maximum is taken.
+    """
     groups = call.args[8]
     taps = weight.flatten(2).sum(2) if total else weight.flatten(2).amax(2)
     if _transposed(call):

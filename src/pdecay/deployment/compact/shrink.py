@@ -1,0 +1,116 @@
+"""The removal itself: a copy of the model with smaller parameters and buffers."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from pdecay.deployment.compact.removal import Removal
+from pdecay.deployment.compact.rules import rule_for
+from pdecay.deployment.compact.trace import Trace
+
+KeptPositions = dict[str, tuple[Tensor, ...]]  # by tensor name: the kept positions of each axis
+Attributes = dict[tuple[str, str], int]  # by module name and attribute name: the new value
+
+
+def kept_positions(removal: Removal, trace: Trace) -> KeptPositions:
+    """Return the kept positions of the parameters and buffers that become smaller."""
+    kept: KeptPositions = {}
+    for name, value in trace.named.items():
+        indices = tuple(removal.positions(labels) for labels in value.labels)
+        if [len(one) for one in indices] != list(value.tensor.shape):
+            kept[name] = indices
+    return kept
+
+
+@torch.no_grad()
+def shrink(model: nn.Module, removal: Removal, trace: Trace, attributes: Attributes) -> nn.Module:
+    """Return a copy of the traced model without the removed units.
+
+    Args:
+        model: the traced model.
+        removal: the units to remove.
+        trace: the trace.
+        attributes: further attributes to set.
+    """
+    smaller = copy.deepcopy(model)
+    kept = kept_positions(removal, trace)
+    for name, owners in _owners(smaller).items():
+        if name in kept:
+            module, attribute = owners[0]
+            less = cut(getattr(module, attribute), kept[name])
+            for module, attribute in owners:  # tied tensors stay tied
+                setattr(module, attribute, less)
+    for weight, shift in removal.bias_shifts.items():
+        layer = smaller.get_submodule(weight.rpartition(".")[0])
+        # The weight of a transformers Conv1D is transposed.
+        axis = 0 if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd) else 1
+        _add_to_bias(layer, shift[kept[weight][axis]])
+    counts = _counting_attributes(removal, trace, smaller)
+    for (name, attribute), size in {**counts, **attributes}.items():
+        setattr(smaller.get_submodule(name), attribute, size)
+    for module in smaller.modules():
+        _update_sizes(module)
+    return smaller
+
+
+def cut(tensor: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+    """Return the kept positions of a tensor. A parameter stays a parameter."""
+    less = tensor.detach()
+    for axis, indices in enumerate(kept):
+        if len(indices) != less.shape[axis]:
+            less = less.index_select(axis, indices.to(less.device))
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(less, requires_grad=tensor.requires_grad)
+    return less
+
+
+def _counting_attributes(removal: Removal, trace: Trace, model: nn.Module) -> Attributes:
+    """Return the new values of attributes that count groups or channels."""
+    found: Attributes = {}
+    for call in trace.calls:
+        for attribute, labels in rule_for(call).counted(call, removal.units).items():
+            size = removal.size(labels)
+            if size != len(labels) and call.modules:
+                count = vars(model.get_submodule(call.modules[-1])).get(attribute)
+                # The axis of an instance norm holds its channels once for every image.
+                if isinstance(count, int) and count and len(labels) % count == 0:
+                    found[call.modules[-1], attribute] = size // (len(labels) // count)
+    return found
+
+
+def _owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Return the modules and attributes that hold each parameter and buffer, by first name."""
+    first: dict[int, str] = {}
+    owners: dict[str, list[tuple[nn.Module, str]]] = {}
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                full = first.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
+                owners.setdefault(full, []).append((module, name))
+    return owners
+
+
+def _add_to_bias(layer: nn.Module, shift: Tensor) -> None:
+    weight, bias = layer.get_parameter("weight"), layer._parameters.get("bias")
+    total = shift if bias is None else bias.double() + shift
+    trained = weight.requires_grad if bias is None else bias.requires_grad
+    layer.bias = nn.Parameter(total.to(weight), requires_grad=trained)
+
+
+def _update_sizes(module: nn.Module) -> None:
+    """Set the size attributes of torch's own layers from their weights."""
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, nn.modules.conv._ConvNd):
+        first, second = module.weight.shape[:2]
+        if module.transposed:
+            module.in_channels, module.out_channels = first, second * module.groups
+        else:
+            module.out_channels, module.in_channels = first, second * module.groups
+    elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        module.num_embeddings, module.embedding_dim = module.weight.shape
+    elif isinstance(module, nn.PReLU):
+        module.num_parameters = len(module.weight)
