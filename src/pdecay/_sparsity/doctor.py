@@ -124,6 +124,13 @@ def _check_norms_and_biases(model: nn.Module, optimizer: Optimizer) -> Iterator[
 
 def _check_settings(optimizer: Optimizer) -> Iterator[Finding]:
     steered = target_of(optimizer) is not None  # a target starts at decay_scale = 0
+    if not steered and any("target_step" in group for group in optimizer.param_groups):
+        yield Finding(
+            "warning",
+            "the groups hold the state of a SparsityTarget, but none acts on this optimizer "
+            "(deepcopy and pickle drop hooks)",
+            "create the SparsityTarget on this optimizer again; it continues from the state",
+        )
     for index, group in enumerate(optimizer.param_groups):
         if not group["decay"]:
             continue

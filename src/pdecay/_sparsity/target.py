@@ -290,11 +290,11 @@ class SparsityTarget:
         if not self._begin <= step <= self._end:
             return
         self._count_initial_zeros()
-        self._measure_update()
+        finite = self._measure_update()
         if step == self._end:
             self._zero_smallest(1.0)
             freeze_zeros(self.optimizers)
-        elif (step - self._begin) % self._every == 0:
+        elif finite and (step - self._begin) % self._every == 0:
             lag = _LAG * (self._end - self._begin)
             self._zero_smallest(cubic_ramp(int(step - lag), self._begin, self._end))
             self._set_scales(cubic_ramp(step, self._begin, self._end))
@@ -308,20 +308,24 @@ class SparsityTarget:
                     initial[i] = count_zeros([param])
             group["target_initial"] = initial
 
-    def _measure_update(self) -> None:
+    def _measure_update(self) -> bool:
+        """Update the running measurements; return False and keep them after a non-finite step."""
         moved, self._moved = self._moved, torch.zeros(3, dtype=torch.float64)
         processes = group_of(self._pools()[0].params)
         if processes is not None:
             torch.distributed.all_reduce(moved, group=processes)
         squares, alive, magnitudes = moved.tolist()
-        if not alive or not math.isfinite(squares) or not math.isfinite(magnitudes):
-            return  # nothing was measured, or a batch was not finite: keep the last measurement
+        if not math.isfinite(squares) or not math.isfinite(magnitudes):
+            return False
+        if not alive:
+            return True
         update = math.sqrt(squares / alive)
         last = next(self._groups())["target_update"]
         self._save(
             target_update=0.9 * last + 0.1 * update if last else update,
             target_magnitude=magnitudes / alive,
         )
+        return True
 
     # Ranking
 
@@ -392,7 +396,7 @@ class SparsityTarget:
         penalty = as_penalty(group["decay"])
         attachment = attachment_of(optimizer)
         rate = float(attachment.rate(group) if attachment else decay_rate(group, optimizer))
-        if not tau or not rate or penalty is None:
+        if not tau or not math.isfinite(tau) or not rate or penalty is None:
             return HOLD  # there are more zeros than the ramp asks for, or the learning rate is 0
         lowest = min(p for p, lam in penalty.pairs() if lam)
         share = _SHARE_OF_UPDATE["below 1" if lowest < 1 else "from 1 on"]

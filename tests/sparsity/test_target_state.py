@@ -1,0 +1,443 @@
+"""The target inside the optimizer: checkpoints, skipped steps, wrappers, lists of optimizers."""
+
+import copy
+import io
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import pdecay
+from pdecay import Lp, PAdam, SparsityTarget, attach, doctor, freeze_zeros, param_groups
+
+STEPS = 60
+END = 42  # of the ramp
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def loss_of(model, seed):
+    torch.manual_seed(seed)
+    x = torch.randn(32, 16)
+    return nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
+
+
+def train(model, optimizer, steps=STEPS, start=0):
+    for step in range(start, steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def weights(model):
+    return [param for param in model.parameters() if param.ndim >= 2]
+
+
+def zeros(params):
+    return sum(int((w == 0).sum()) for w in params)
+
+
+def size(params):
+    return sum(w.numel() for w in params)
+
+
+def assert_equal(model, other):
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def padam(model, decay=Lp(0.8, 1)):  # noqa: B008
+    return PAdam(param_groups(model), lr=1e-2, decay=decay)
+
+
+def attached(model, decay=Lp(0.8, 1)):  # noqa: B008
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+    attach(optimizer, decay)
+    return optimizer
+
+
+class TestResume:
+    @pytest.mark.parametrize("order", ["weights, target, state", "target, state", "state, target"])
+    @pytest.mark.parametrize("stop", [1, 20, END, 50])
+    @pytest.mark.parametrize(
+        ("make", "options"),
+        [(padam, {}), (attached, {}), (padam, {"per_layer": True}), (attached, {"floor": 0.05})],
+    )
+    def test_resume_is_exact(self, make, stop, order, options):
+        whole = build()
+        optimizer = make(whole)
+        SparsityTarget(optimizer, 0.901, STEPS, **options)
+        file = io.BytesIO()
+        train(whole, optimizer, stop)
+        torch.save([whole.state_dict(), optimizer.state_dict()], file)
+        train(whole, optimizer, start=stop)
+
+        file.seek(0)
+        weights_state, optimizer_state = torch.load(file, weights_only=True)
+        model = build()
+        if order.startswith("weights"):  # as Lightning does
+            model.load_state_dict(weights_state)
+        optimizer = make(model)
+        if order.endswith("target"):
+            model.load_state_dict(weights_state)
+            optimizer.load_state_dict(optimizer_state)
+            target = SparsityTarget(optimizer, 0.901, STEPS, **options)
+        else:
+            target = SparsityTarget(optimizer, 0.901, STEPS, **options)
+            model.load_state_dict(weights_state)
+            optimizer.load_state_dict(optimizer_state)
+        assert target.last_step == stop
+        train(model, optimizer, start=stop)
+        assert_equal(model, whole)
+        assert zeros(weights(model)) == pytest.approx(0.901 * size(weights(model)), abs=1)
+
+    def test_weights_with_rounded_up_zeros_are_accepted(self):
+        model = build()
+        optimizer = padam(model)
+        SparsityTarget(optimizer, 0.9016, STEPS)  # 577.02 of 640 weights
+        train(model, optimizer)
+        with torch.no_grad():  # one more zero than asked for
+            weights(model)[0][weights(model)[0] != 0][0] = 0
+        for asked in (0.9008, 0.9016):  # 576.5 rounds to 576
+            SparsityTarget(padam(model), asked, STEPS)
+
+    def test_state_is_plain_numbers(self):
+        optimizer = padam(build())
+        SparsityTarget(optimizer, 0.9, STEPS)
+        for group in optimizer.state_dict()["param_groups"]:
+            for key in (key for key in group if key.startswith("target_")):
+                values = group[key] if isinstance(group[key], list) else [group[key]]
+                assert all(type(value) in (int, float) for value in values)
+
+    def test_a_taken_state_dict_does_not_change(self):
+        model = build()
+        optimizer = padam(model)
+        SparsityTarget(optimizer, 0.9, STEPS)
+        train(model, optimizer, 3)
+        groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
+        initial = [list(group["target_initial"]) for group in groups]
+        train(model, optimizer, 10, start=3)
+        assert [group["target_initial"] for group in groups] == initial
+
+    def test_checkpoint_without_a_target_starts_the_ramp(self):
+        model = build()
+        dense = padam(model)
+        train(model, dense, 5)
+        optimizer = padam(model)
+        target = SparsityTarget(optimizer, 0.9, STEPS)
+        optimizer.load_state_dict(dense.state_dict())
+        assert optimizer.param_groups[0]["decay_scale"] == 0
+        train(model, optimizer)
+        assert target.last_step == STEPS
+        assert target.sparsity == pytest.approx(0.9, abs=0.002)
+
+    @pytest.mark.parametrize("built_first", [True, False])
+    def test_checkpoint_of_another_target_starts_the_ramp_anew(self, built_first):
+        model = build()
+        optimizer = padam(model)
+        SparsityTarget(optimizer, 0.5, STEPS)
+        train(model, optimizer)
+        state = optimizer.state_dict()
+        optimizer = padam(model)
+        warns = pytest.warns(UserWarning, match=r"another target, 0.5; the ramp to 0.9 starts anew")
+        if built_first:
+            target = SparsityTarget(optimizer, 0.9, STEPS)
+            with warns:
+                optimizer.load_state_dict(state)
+        else:
+            optimizer.load_state_dict(state)
+            with warns:
+                target = SparsityTarget(optimizer, 0.9, STEPS)
+        assert target.last_step == 0
+        train(model, optimizer)
+        assert target.sparsity == pytest.approx(0.9, abs=0.002)
+
+
+class TestCounting:
+    def test_gradient_accumulation_counts_optimizer_steps(self):
+        model = build()
+        optimizer = padam(model)
+        target = SparsityTarget(optimizer, 0.9, STEPS)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for micro in range(4):
+                (loss_of(model, 4 * step + micro) / 4).backward()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    target.step()  # old code calls it for each batch
+            optimizer.step()
+            assert target.last_step == step + 1
+            if step + 1 == END - 1:
+                assert target.sparsity < 0.9
+        assert target.sparsity == pytest.approx(0.9, abs=0.002)
+
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_steps_that_a_scaler_skips_do_not_count(self, fused):
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0, fused=fused)
+        attach(optimizer, Lp(0.8, 1))
+        target = SparsityTarget(optimizer, 0.9, STEPS)
+        pruned = pdecay.GradualMagnitudePruning(optimizer, 0.5, STEPS)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(10):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            if step % 2:
+                model[0].weight.grad[0, 0] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+        assert target.last_step == pruned.last_step == 5
+
+    def test_step_warns_once_and_does_nothing(self):
+        optimizer = padam(build())
+        target = SparsityTarget(optimizer, 0.9, STEPS)
+        with pytest.warns(DeprecationWarning, match="can be removed"):
+            target.step()
+        target.step()
+        target.load_state_dict(target.state_dict())
+        assert target.last_step == 0
+
+    def test_a_step_within_a_step_counts_once(self):
+        class Nested(torch.optim.SGD):
+            def step(self, closure=None):
+                return super().step(closure)
+
+        model = build()
+        torch.optim.SGD(model.parameters(), lr=0.1)  # so that SGD's own step has hooks too
+        optimizer = Nested(model.parameters(), lr=0.1)
+        attach(optimizer, Lp(0.8, 1))
+        target = SparsityTarget(optimizer, 0.9, STEPS)
+        train(model, optimizer, 3)
+        assert target.last_step == 3
+
+    def test_a_non_finite_step_does_not_change_the_measured_update(self):
+        model = build()
+        optimizer = padam(model)
+        SparsityTarget(optimizer, 0.9, STEPS)
+        train(model, optimizer, 10)
+        group = optimizer.param_groups[0]
+        measured = group["target_update"]
+        weight = weights(model)[0]
+        kept = weight.detach().clone()
+        optimizer.zero_grad()
+        loss_of(model, 10).backward()
+        weight.grad.fill_(math.nan)
+        optimizer.step()
+        assert group["target_update"] == measured > 0
+        with torch.no_grad():  # the user restores the weights and continues
+            weight.copy_(kept)
+        for key in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[weight][key].zero_()
+        train(model, optimizer, start=11)
+        assert math.isfinite(group["target_update"])
+        assert zeros(weights(model)) == round(0.9 * size(weights(model)))
+
+
+class TestParameters:
+    def test_weights_without_gradient_are_neither_pruned_nor_counted(self):
+        model = build()
+        model[0].weight.requires_grad_(False)
+        before = model[0].weight.clone()
+        optimizer = PAdam(model.parameters(), lr=1e-2, decay=Lp(0.8, 1))
+        target = SparsityTarget(optimizer, 0.75, STEPS)
+        train(model, optimizer)
+        assert torch.equal(model[0].weight, before)
+        assert zeros([model[3].weight]) == 0.75 * model[3].weight.numel()
+        assert target.sparsity == 0.75
+
+    def test_only_weights_without_gradient(self):
+        model = build()
+        optimizer = padam(model)
+        model.requires_grad_(False)
+        with pytest.raises(ValueError, match="no decayed weights that require a gradient"):
+            SparsityTarget(optimizer, 0.9, STEPS)
+
+    def test_unfrozen_weights_join_the_ramp(self):
+        model = build()
+        model[0].weight.requires_grad_(False)
+        optimizer = PAdam(model.parameters(), lr=1e-2, decay=Lp(0.8, 1))
+        target = SparsityTarget(optimizer, 0.75, STEPS)
+        train(model, optimizer, 20)
+        model[0].weight.requires_grad_(True)
+        train(model, optimizer, start=20)
+        assert zeros(weights(model)) == 0.75 * size(weights(model))
+        assert target.sparsity == 0.75
+
+    @pytest.mark.parametrize("make", [padam, attached])
+    @pytest.mark.parametrize("when", [2, 20])
+    def test_added_groups_join_the_ramp(self, make, when):
+        model = build()
+        optimizer = make(model[0])
+        target = SparsityTarget(optimizer, 0.75, STEPS)
+        train(model, optimizer, when)
+        optimizer.add_param_group({"params": [model[3].weight]})
+        assert 0 <= target.sparsity < 0.75
+        train(model, optimizer, start=when)
+        assert zeros(weights(model)) == 0.75 * size(weights(model))
+
+    @pytest.mark.parametrize("make", [padam, attached])
+    def test_groups_added_after_the_ramp_train_densely(self, make):
+        model = build()
+        optimizer = make(model[0])
+        SparsityTarget(optimizer, 0.75, STEPS)
+        train(model, optimizer, 50)
+        optimizer.add_param_group({"params": [model[3].weight]})
+        before = model[3].weight.detach().clone()
+        with pytest.warns(UserWarning, match="added after the end"):
+            train(model, optimizer, 51, start=50)
+        train(model, optimizer, start=51)
+        assert zeros([model[0].weight]) == 0.75 * model[0].weight.numel()
+        assert zeros([model[3].weight]) == 0
+        assert not torch.equal(model[3].weight, before)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """A wrapper as accelerate's: an Optimizer by type that never ran ``Optimizer.__init__``."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+class TestWrappers:
+    def test_target_and_freeze(self):
+        model = build()
+        wrapper = Wrapper(padam(model))
+        target = SparsityTarget(wrapper, 0.9, STEPS)
+        train(model, wrapper)
+        assert target.sparsity == pytest.approx(0.9, abs=0.002)
+        freeze_zeros(Wrapper(wrapper))
+
+    def test_attach_pruning_schedule_doctor_and_sparsity(self):
+        model = build()
+        wrapper = Wrapper(torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0))
+        assert attach(wrapper, Lp(0.8, 1e-3)).optimizer is wrapper.optimizer
+        assert pdecay.GradualMagnitudePruning(wrapper, 0.5, STEPS).optimizer is wrapper.optimizer
+        assert pdecay.LamSchedule(wrapper, [(0, 1.0)]).optimizer is wrapper.optimizer
+        assert doctor(model, wrapper) == []
+        assert pdecay.sparsity(model, optimizer=wrapper).layers[0].decayed
+
+
+class TestSeveralOptimizers:
+    def make(self, model):
+        """One optimizer for each parameter, stepped in the backward pass."""
+        optimizers = {param: PAdam([param], lr=1e-2, decay=Lp(0.8, 1)) for param in weights(model)}
+
+        def step(param):
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in optimizers:
+            param.register_post_accumulate_grad_hook(step)
+        return list(optimizers.values())
+
+    def run(self, model, start=0, stop=STEPS):
+        for step in range(start, stop):
+            loss_of(model, step).backward()
+
+    def test_one_optimizer_for_each_parameter(self):
+        model = build()
+        target = SparsityTarget(self.make(model), 0.75, STEPS)
+        self.run(model)
+        assert target.last_step == STEPS
+        assert zeros(weights(model)) == 0.75 * size(weights(model))
+
+    def test_resume_is_exact(self):
+        whole = build()
+        optimizers = self.make(whole)
+        SparsityTarget(optimizers, 0.75, STEPS)
+        self.run(whole, stop=20)
+        model = build()
+        model.load_state_dict(whole.state_dict())
+        resumed = self.make(model)
+        target = SparsityTarget(resumed, 0.75, STEPS)
+        for one, other in zip(resumed, optimizers, strict=True):
+            one.load_state_dict(copy.deepcopy(other.state_dict()))
+        assert target.last_step == 20
+        self.run(whole, start=20)
+        self.run(model, start=20)
+        assert_equal(model, whole)
+
+    def test_an_optimizer_that_never_steps(self):
+        model = build()
+        unused = nn.Parameter(torch.randn(4, 4))
+        optimizers = [*self.make(model), PAdam([unused], decay=Lp(0.8, 1))]
+        target = SparsityTarget(optimizers, 0.75, STEPS)
+        self.run(model)
+        assert target.last_step == STEPS - 1  # the last step may still be incomplete
+        assert target.sparsity == 0.75
+
+    def test_freeze_zeros_and_errors(self):
+        optimizers = self.make(build())
+        freeze_zeros(optimizers)
+        assert all(one.param_groups[0]["decay_scale"] > 0 for one in optimizers)
+        with pytest.raises(ValueError, match="the list of optimizers is empty"):
+            SparsityTarget([], 0.5, STEPS)
+
+
+class TestLifecycle:
+    def test_detach_removes_hooks_and_state(self):
+        model = build()
+        optimizer = padam(model)
+        keys = set(optimizer.param_groups[0])
+        target = SparsityTarget(optimizer, 0.9, STEPS)
+        with pytest.raises(ValueError, match=r"SparsityTarget already; detach\(\) it first"):
+            SparsityTarget(optimizer, 0.95, STEPS)
+        target.detach()
+        target.detach()
+        assert set(optimizer.param_groups[0]) == keys
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+        train(model, optimizer)
+        assert zeros(weights(model)) == 0
+        SparsityTarget(optimizer, 0.95, STEPS)
+
+    def test_the_proximal_step_is_refused(self):
+        optimizer = torch.optim.AdamW(build().parameters(), lr=1e-2)
+        attach(optimizer, Lp(0.8, 1), step="prox")
+        for call in (freeze_zeros, lambda one: SparsityTarget(one, 0.9, STEPS)):
+            with pytest.raises(ValueError, match='step="prox"'):
+                call(optimizer)
+
+    def test_repr(self):
+        model = build()
+        optimizer = padam(model)
+        target = SparsityTarget(optimizer, 0.9, STEPS, floor=0.05)
+        train(model, optimizer, 2)
+        assert repr(target) == (
+            "SparsityTarget(0.9, total_steps=60, start=0.1, end=0.7, floor=0.05, last_step=2)"
+        )
+        pruning = pdecay.GradualMagnitudePruning(optimizer, 0.5, 100)
+        assert repr(pruning) == (
+            "GradualMagnitudePruning(last_step=0, total_steps=100, every=1, sparsity=0.5, "
+            "start=0.1, end=0.7)"
+        )
+
+    def test_doctor_accepts_a_target_before_its_ramp(self):
+        model = build()
+        optimizer = padam(model)
+        SparsityTarget(optimizer, 0.9, STEPS)
+        assert doctor(model, optimizer) == []
+
+    def test_doctor_reports_a_lost_target(self):
+        model = build()
+        optimizer = padam(model)
+        SparsityTarget(optimizer, 0.9, STEPS)
+        restored = padam(model)
+        restored.load_state_dict(optimizer.state_dict())
+        (finding, *_) = [f for f in doctor(model, restored) if "SparsityTarget" in f.message]
+        assert finding.level == "warning"
