@@ -5,7 +5,7 @@ import torch
 from pdecay import Lp
 from pdecay._core.arrays import namespace
 from pdecay._core.tensors import TensorList
-from pdecay._optim.step import factors, multiply_
+from pdecay._optim.engine import decay_factors, multiply_
 
 PENALTIES = [
     Lp(0, 0.3),
@@ -71,8 +71,8 @@ def test_s_of_a_list(penalty):
 @pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
 def test_foreach_steps_take_mixed_dtypes_in_order(penalty, rate):
     tensors = [tensor for group in zip(*map(weights, DTYPES), strict=True) for tensor in group]
-    single = factors(tensors, penalty, rate)
-    foreach = factors(tensors, penalty, rate, foreach=True)
+    single = decay_factors(tensors, penalty, rate)
+    foreach = decay_factors(tensors, penalty, rate, foreach=True)
     assert bits(foreach) == bits(single)
     copies = [[tensor.clone() for tensor in tensors] for _ in range(2)]
     multiply_(copies[0], single)
@@ -83,7 +83,7 @@ def test_foreach_steps_take_mixed_dtypes_in_order(penalty, rate):
 
 @pytest.mark.parametrize("foreach", [False, True])
 def test_no_tensors(foreach):
-    assert factors([], Lp(1, 0.1), 0.1, foreach=foreach) == []
+    assert decay_factors([], Lp(1, 0.1), 0.1, foreach=foreach) == []
     multiply_([], [], foreach=foreach)
 
 
@@ -93,7 +93,7 @@ def test_half_precision_is_rounded_once(dtype, foreach):
     """w * factor in float32, then to half: not the factor to half first."""
     torch.manual_seed(1)
     w = torch.randn(500).to(dtype)
-    (factor,) = factors([w], Lp(1, 0.1), 0.1, foreach=foreach)
+    (factor,) = decay_factors([w], Lp(1, 0.1), 0.1, foreach=foreach)
     expected = (w.float() * factor).to(dtype)
     assert not torch.equal(expected, w * factor.to(dtype)), "the two must differ here"
     multiply_([w], [factor], foreach=foreach)

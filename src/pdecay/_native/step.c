@@ -24,7 +24,7 @@ enum { FLAT, P_0, P_HALF, P_1, P_3_2, POWER, TWO_POWERS, POWERS, READY };     /*
 /* The streams of each step. */
 enum { WEIGHT, GRADIENT, AVERAGE, SQUARE, LARGEST_SQUARE };     /* Adam */
 enum { BUFFER = 2 };                                            /* SGD: weight, gradient, momentum buffer */
-enum { OLD_WEIGHT = 1 };                                        /* shrink: weight, weight before the update */
+enum { OLD_WEIGHT = 1 };                                        /* decay: weight, weight before the update */
 
 typedef struct { double lr, beta1, beta2, eps, weight_decay, tiny; int maximize; } adam_settings;
 typedef struct { double lr, momentum, dampening, weight_decay, tiny; int nesterov, maximize; } sgd_settings;
@@ -86,7 +86,6 @@ typedef struct {
     const int64_t *sizes;
     void *const *data;                  /* data[s * tensors + i]: stream s of tensor i */
     const double *scalars;              /* two numbers of each tensor, for the update */
-    double grad_scale;                  /* what the gradients are to be divided by, or 0 */
     const void *settings;
     void (*update_f32)(const void *, const decay_f32 *, const double *, block_f32);
     void (*update_f64)(const void *, const decay_f64 *, const double *, block_f64);
@@ -138,8 +137,6 @@ static void run_f32(const job *job, int64_t tensor, int64_t begin, int64_t end)
         block_f32 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
         for (int s = 0; s < job->streams; s++)
             block.stream[s] = (float *)job->data[s * job->tensors + tensor] + at;
-        if (job->grad_scale)
-            for (int64_t i = 0; i < block.n; i++) block.stream[GRADIENT][i] /= (float)job->grad_scale;
         job->update_f32(job->settings, &job->decay_f32, job->scalars + 2 * tensor, block);
     }
 }
@@ -151,8 +148,6 @@ static void run_f64(const job *job, int64_t tensor, int64_t begin, int64_t end)
         block_f64 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
         for (int s = 0; s < job->streams; s++)
             block.stream[s] = (double *)job->data[s * job->tensors + tensor] + at;
-        if (job->grad_scale)
-            for (int64_t i = 0; i < block.n; i++) block.stream[GRADIENT][i] /= job->grad_scale;
         job->update_f64(job->settings, &job->decay_f64, job->scalars + 2 * tensor, block);
     }
 }
@@ -166,8 +161,6 @@ static void run_half(const job *job, int64_t tensor, int64_t begin, int64_t end)
             block.stream[s] = wide[s];
             widen(job->dtype, (uint16_t *)job->data[s * job->tensors + tensor] + at, wide[s], block.n);
         }
-        if (job->grad_scale)
-            for (int64_t i = 0; i < block.n; i++) wide[GRADIENT][i] /= (float)job->grad_scale;
         job->update_f32(job->settings, &job->decay_f32, job->scalars + 2 * tensor, block);
         for (int s = 0; s < job->streams; s++)
             if (job->written >> s & 1)
@@ -225,10 +218,10 @@ static int run(const job *job)
 /* ---- what native.py calls ---- */
 
 /* `threads`: torch.get_num_threads(). `data`: one array of pointers, all weights, then all of the next stream.
- * `p`, `c`: the terms, c = lr * lam; those with c = 0 are gone already. `grad_scale`: 0 for none. */
+ * `p`, `c`: the terms, c = lr * lam; those with c = 0 are gone already. */
 
 int pdecay_adam(int dtype, int threads, int64_t tensors, const int64_t *sizes, void *const *data, int64_t terms,
-                const double *p, const double *c, double grad_scale, void *const *steps, int double_steps,
+                const double *p, const double *c, void *const *steps, int double_steps,
                 double lr, double beta1, double beta2, double eps, double weight_decay, int amsgrad, int maximize)
 {
     power_f32 powers_f32[terms + 1];
@@ -244,9 +237,8 @@ int pdecay_adam(int dtype, int threads, int64_t tensors, const int64_t *sizes, v
     }
     job job = {
         .dtype = dtype, .threads = threads, .streams = amsgrad ? 5 : 4, .tensors = tensors, .sizes = sizes,
-        .written = 1u << WEIGHT | 1u << AVERAGE | 1u << SQUARE | 1u << LARGEST_SQUARE
-                   | (grad_scale ? 1u << GRADIENT : 0),
-        .data = data, .scalars = scalars, .grad_scale = grad_scale, .settings = &settings,
+        .written = 1u << WEIGHT | 1u << AVERAGE | 1u << SQUARE | 1u << LARGEST_SQUARE,
+        .data = data, .scalars = scalars, .settings = &settings,
         .update_f32 = amsgrad ? amsgrad_f32 : adam_f32, .update_f64 = amsgrad ? amsgrad_f64 : adam_f64,
         .decay_f32 = plan_decay_f32(terms, p, c, powers_f32), .decay_f64 = plan_decay_f64(terms, p, c, powers_f64),
         .decays = terms > 0,
@@ -258,7 +250,7 @@ int pdecay_adam(int dtype, int threads, int64_t tensors, const int64_t *sizes, v
 
 /* `first[i]`: the momentum buffer of tensor i is fresh; it is written without being read. */
 int pdecay_sgd(int dtype, int threads, int64_t tensors, const int64_t *sizes, void *const *data, int64_t terms,
-               const double *p, const double *c, double grad_scale, const unsigned char *first, double lr,
+               const double *p, const double *c, const unsigned char *first, double lr,
                double momentum, double dampening, int nesterov, double weight_decay, int maximize)
 {
     power_f32 powers_f32[terms + 1];
@@ -270,8 +262,8 @@ int pdecay_sgd(int dtype, int threads, int64_t tensors, const int64_t *sizes, vo
     for (int64_t i = 0; i < tensors; i++) scalars[2 * i] = first[i];
     job job = {
         .dtype = dtype, .threads = threads, .streams = momentum ? 3 : 2, .tensors = tensors, .sizes = sizes,
-        .written = 1u << WEIGHT | 1u << BUFFER | (grad_scale ? 1u << GRADIENT : 0),
-        .data = data, .scalars = scalars, .grad_scale = grad_scale, .settings = &settings,
+        .written = 1u << WEIGHT | 1u << BUFFER,
+        .data = data, .scalars = scalars, .settings = &settings,
         .update_f32 = sgd_f32, .update_f64 = sgd_f64,
         .decay_f32 = plan_decay_f32(terms, p, c, powers_f32), .decay_f64 = plan_decay_f64(terms, p, c, powers_f64),
         .decays = terms > 0,
@@ -281,15 +273,15 @@ int pdecay_sgd(int dtype, int threads, int64_t tensors, const int64_t *sizes, vo
     return status;
 }
 
-/* data: the weights, which shrink, and what they were before their update. */
-int pdecay_shrink(int dtype, int threads, int64_t tensors, const int64_t *sizes, void *const *data, int64_t terms,
+/* `data`: the weights after their update, then the weights before it. */
+int pdecay_decay(int dtype, int threads, int64_t tensors, const int64_t *sizes, void *const *data, int64_t terms,
                   const double *p, const double *c)
 {
     power_f32 powers_f32[terms + 1];
     power_f64 powers_f64[terms + 1];
     job job = {
         .dtype = dtype, .threads = threads, .streams = 2, .tensors = tensors, .sizes = sizes,
-        .written = 1u << WEIGHT, .data = data, .update_f32 = shrink_f32, .update_f64 = shrink_f64,
+        .written = 1u << WEIGHT, .data = data, .update_f32 = decay_only_f32, .update_f64 = decay_only_f64,
         .decay_f32 = plan_decay_f32(terms, p, c, powers_f32), .decay_f64 = plan_decay_f64(terms, p, c, powers_f64),
         .decays = 1,
     };

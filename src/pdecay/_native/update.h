@@ -119,7 +119,7 @@ static void NAME(sgd)(const void *settings, const NAME(decay) *decay, const doub
 }
 #undef LOOP_OF_ITS_FORM
 
-static void NAME(shrink)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
+static void NAME(decay_only)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
     (void)settings, (void)tensor;
     NAME(factor_block)(decay, block.stream[OLD_WEIGHT], block.factor, block.n);

@@ -9,14 +9,12 @@ the factor that their old values give. Nothing else of the optimizer is touched.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pdecay._core.auxiliary import Auxiliary, as_plain, decay_at_anchor_
+from pdecay._core.auxiliary import Auxiliary, as_plain
 from pdecay._core.group_settings import (
     DECAY_KEYS,
     Defaults,
@@ -28,9 +26,8 @@ from pdecay._core.group_settings import (
 from pdecay._core.parameters import warn_of_frozen
 from pdecay._core.penalty import Penalty, as_penalty
 from pdecay._core.validation import check_number
+from pdecay._optim.engine import decay_rate, make_batches
 from pdecay._optim.hooks import StepHooks, check_takes_hooks, find_hooks, unwrap
-from pdecay._optim.kernels.dispatch import path_for
-from pdecay._optim.step import decay_rate
 from pdecay.prox import penalty_prox
 
 Step = Literal["decay", "prox"]
@@ -107,16 +104,6 @@ def is_decaying(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_decays", False) or attachment_of(optimizer) is not None
 
 
-@dataclass(frozen=True)
-class _Remembered:
-    """A weight before the step: itself, its old values, and what its decay takes."""
-
-    param: Tensor
-    old: Tensor
-    scale: float
-    group: Group
-
-
 class Attachment(StepHooks):
     """The decay on one optimizer, as returned by :func:`attach`."""
 
@@ -134,7 +121,7 @@ class Attachment(StepHooks):
         self._defaults = defaults
         self._lr = lr
         self._own_settings: dict[int, Group] = {}  # settings of each group before attach
-        self._remembered: list[_Remembered] = []
+        self._old: list[list[tuple[Tensor, Tensor]]] = []  # for each group: (weight, its copy)
         self._write_settings()
         self.register()
         warn_of_frozen(optimizer)
@@ -171,30 +158,34 @@ class Attachment(StepHooks):
         groups = self.optimizer.param_groups
         for group in groups:
             self.rate(group)  # raise for a bad learning rate before any weight changes
-        self._remembered = []
-        for group in groups:
-            for i, param in enumerate(group["params"]):
-                scale = scale_of(param, i, group)
-                if scale and (has_closure or param.grad is not None):
-                    # Neither an anchor's decay nor the proximal step needs the old weights.
-                    copied = self.step == "decay" and not group["decay_auxiliary"]
-                    old = param.detach().clone() if copied else param
-                    self._remembered.append(_Remembered(param, old, scale, group))
+        self._old = [
+            [
+                # Neither the proximal step nor an anchor's decay needs the old weights.
+                (param, param.detach().clone() if self._needs_old(group) else param)
+                for i, param in enumerate(group["params"])
+                if scale_of(param, i, group) and (has_closure or param.grad is not None)
+            ]
+            for group in groups
+        ]
 
     def after_step(self) -> None:
-        moved = [one for one in self._remembered if one.param.grad is not None]
-        self._remembered = []
-        fused: dict[tuple[ModuleType, int, float], list[_Remembered]] = {}
-        for one in moved:
-            path = path_for(one.param, self.fused) if one.old is not one.param else None
-            if path is None:
-                self._decay_(one)
-            else:
-                fused.setdefault((path, id(one.group), one.scale), []).append(one)
-        for (path, _, scale), alike in fused.items():
-            group = alike[0].group
-            params, olds = [one.param for one in alike], [one.old for one in alike]
-            path.shrink_(params, olds, terms=group["decay"], lr=self.rate(group) * scale)
+        old, self._old = self._old, []
+        for group, pairs in zip(self.optimizer.param_groups, old, strict=False):
+            moved = [(param, copy) for param, copy in pairs if param.grad is not None]
+            if moved:
+                self._decay_group([param for param, _ in moved], [copy for _, copy in moved], group)
+
+    def _decay_group(self, params: list[Tensor], w_old: list[Tensor], group: Group) -> None:
+        fused = self.fused if self._needs_old(group) else False
+        for batch in make_batches(params, group, self.rate(group), fused):
+            if self.step == "decay":
+                batch.decay_(batch.select(w_old), self.optimizer.state)
+            elif batch.penalty is not None:
+                for param in batch.params:
+                    param.copy_(penalty_prox(batch.penalty, param, batch.rate))
+
+    def _needs_old(self, group: Group) -> bool:
+        return self.step == "decay" and not group["decay_auxiliary"]
 
     def _write_settings(self) -> None:
         """Write the settings of all groups, including groups added since the last call."""
@@ -202,17 +193,3 @@ class Attachment(StepHooks):
             own = {key: group[key] for key in DECAY_KEYS if key in group}
             self._own_settings.setdefault(index, own)
             write_settings(group, self._defaults)
-
-    def _decay_(self, one: _Remembered) -> None:
-        """By torch's own operations, on one weight."""
-        penalty = as_penalty(one.group["decay"])
-        rate = self.rate(one.group) * one.scale
-        if penalty is None:
-            return
-        if self.step == "prox":
-            one.param.copy_(penalty_prox(penalty, one.param, rate))
-        elif one.group["decay_auxiliary"]:
-            state = self.optimizer.state[one.param]
-            decay_at_anchor_(one.param, state, one.group["decay_auxiliary"], penalty, rate)
-        else:
-            one.param.mul_(penalty.factor(one.old, rate))

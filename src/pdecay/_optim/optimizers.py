@@ -9,36 +9,29 @@ checkpoint of ``torch.optim.AdamW`` loads into :class:`PAdam`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.adam import adam
-from torch.optim.optimizer import ParamsT, _default_to_fused_or_foreach
+from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from pdecay._core.auxiliary import Auxiliary, as_plain, decay_at_anchor_
+from pdecay._core.auxiliary import Auxiliary, as_plain
 from pdecay._core.group_settings import (
     Defaults,
     Group,
     complete_checkpoint,
     group_with_settings,
     groups_with_settings,
-    penalty_of,
-    scales_of,
 )
 from pdecay._core.parameters import warn_of_frozen
 from pdecay._core.penalty import Lp, Penalty, as_penalty
 from pdecay._core.validation import check_number
-from pdecay._optim.kernels.dispatch import paths_for
-from pdecay._optim.step import check_rate, decay_rate, factors, multiply_
-
-T = TypeVar("T")
+from pdecay._optim.engine import DecayBatch, check_rate, decay_rate, update_and_decay_
 
 # torch's own updates, whose signatures are too much for a type checker to see through a star
 torch_adam: Callable[..., None] = adam
@@ -170,34 +163,27 @@ class PAdam(_Decaying, AdamW):
         streams = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
         has_complex = self._init_group({**group, "fused": False}, *streams)
         beta1, beta2 = group["betas"]
-        settings_of_adam: dict[str, Any] = {
-            "lr": group["lr"],
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "amsgrad": group["amsgrad"],
-            "maximize": group["maximize"],
-        }
-        for part in _parts(params, group, rate):
-            chosen = [part.of(stream) for stream in streams]
-            part.prepare()
-            if part.path is not None:
-                plain = {**settings_of_adam, "lr": _plain(group["lr"])}
-                decay = {"terms": part.terms, "scales": part.scales, "rate": rate}
-                part.path.adam_(*chosen, **decay, **plain)
+        hyper: dict[str, Any] = {"beta1": beta1, "beta2": beta2}
+        hyper |= {key: group[key] for key in ("eps", "weight_decay", "amsgrad", "maximize")}
+
+        def update(batch: DecayBatch, *streams: list[Tensor]) -> None:
+            if batch.kernel is not None:
+                decay = {"terms": batch.terms, "rate": batch.rate}
+                batch.kernel.adam_(*streams, **decay, lr=_plain(group["lr"]), **hyper)
             else:
                 torch_adam(
-                    *chosen,
-                    foreach=part.foreach,
+                    *streams,
+                    lr=group["lr"],
+                    foreach=batch.foreach,
                     fused=False,
                     capturable=group["capturable"],
                     differentiable=False,
                     has_complex=has_complex,
                     decoupled_weight_decay=True,
-                    **settings_of_adam,
+                    **hyper,
                 )
-            part.finish(self.state)
+
+        update_and_decay_(update, streams, group, rate, self.state)
 
 
 class PSGD(_Decaying, SGD):
@@ -258,131 +244,49 @@ class PSGD(_Decaying, SGD):
         grads: list[Tensor] = []
         buffers: list[Tensor | None] = []
         has_sparse_grad = self._init_group({**group, "fused": False}, params, grads, buffers)
-        settings_of_sgd: dict[str, Any] = {
-            "lr": group["lr"],
-            "momentum": group["momentum"],
-            "dampening": group["dampening"],
-            "nesterov": group["nesterov"],
-            "weight_decay": group["weight_decay"],
-            "maximize": group["maximize"],
-        }
-        for part in _parts(params, group, rate, only_dense=not has_sparse_grad):
-            weights, gradients, kept = part.of(params), part.of(grads), part.of(buffers)
-            part.prepare()
-            if part.path is not None:
-                fresh = [not group["momentum"] or buffer is None for buffer in kept or weights]
-                if group["momentum"]:
-                    kept = [
-                        torch.empty_like(weight) if buffer is None else buffer
-                        for weight, buffer in zip(weights, kept, strict=True)
+        keys = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
+        hyper: dict[str, Any] = {key: group[key] for key in keys}
+        momentum = group["momentum"]
+
+        def update(
+            batch: DecayBatch, params: list[Tensor], grads: list[Tensor], buffers: list[Any]
+        ) -> None:
+            if batch.kernel is not None:
+                first = [not momentum or buffer is None for buffer in buffers or params]
+                if momentum:
+                    buffers = [
+                        torch.empty_like(param) if buffer is None else buffer
+                        for param, buffer in zip(params, buffers, strict=True)
                     ]
-                part.path.sgd_(
-                    *(weights, gradients, kept),
-                    terms=part.terms,
-                    scales=part.scales,
-                    rate=rate,
-                    first=fresh,
-                    **{**settings_of_sgd, "lr": _plain(group["lr"])},
+                batch.kernel.sgd_(
+                    *(params, grads, buffers),
+                    terms=batch.terms,
+                    rate=batch.rate,
+                    lr=_plain(group["lr"]),
+                    first=first,
+                    **hyper,
                 )
             else:
                 torch_sgd(
-                    *(weights, gradients, kept),
-                    foreach=part.foreach,
+                    *(params, grads, buffers),
+                    lr=group["lr"],
+                    foreach=batch.foreach,
                     fused=False,
                     has_sparse_grad=has_sparse_grad,
-                    **settings_of_sgd,
+                    **hyper,
                 )
-            if group["momentum"]:
-                for weight, buffer in zip(weights, kept, strict=True):
-                    self.state[weight]["momentum_buffer"] = buffer
-            part.finish(self.state)
+            if momentum:
+                for param, buffer in zip(params, buffers, strict=True):
+                    self.state[param]["momentum_buffer"] = buffer
 
-
-@dataclass
-class _Part:
-    """Some of a group's parameters that are updated together; without a path, of one scale."""
-
-    params: list[Tensor]
-    indices: list[int]  # among the group's parameters that have a gradient
-    path: ModuleType | None
-    foreach: bool
-    penalty: Penalty | None  # None where nothing decays
-    scales: list[float]
-    anchored: Sequence[float]
-    rate: float | Tensor
-
-    def of(self, stream: list[T]) -> list[T]:
-        """What of a list in the parameters' order belongs to this part (or nothing has it)."""
-        if len(self.indices) == len(stream):
-            return stream
-        return [stream[i] for i in self.indices] if stream else []
-
-    @property
-    def terms(self) -> list[tuple[float, float]]:
-        """The decay for a fused kernel; an anchor's is applied apart."""
-        if self.penalty is None or self.anchored:
-            return []
-        return [(p, lam) for p, lam in self.penalty.pairs()]
-
-    def prepare(self) -> None:
-        """Before the update: the factors, from the weights as they are."""
-        self.factors: list[Tensor] = []
-        if self.penalty is not None and self.path is None and not self.anchored and self.scales[0]:
-            self.factors = factors(
-                self.params, self.penalty, self.rate * self.scales[0], foreach=self.foreach
-            )
-
-    def finish(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        """After the update: the multiplication, where it was not part of it."""
-        if self.factors:
-            multiply_(self.params, self.factors, foreach=self.foreach)
-        if self.penalty is not None and self.anchored:
-            for param, scale in zip(self.params, self.scales, strict=True):
-                if scale:
-                    rate = self.rate * scale
-                    decay_at_anchor_(param, state[param], self.anchored, self.penalty, rate)
-
-
-def _parts(
-    params: list[Tensor], group: Group, rate: float | Tensor, only_dense: bool = True
-) -> Iterator[_Part]:
-    """A group's parameters that have a gradient, as few parts as their paths and scales allow.
-
-    Without foreach each parameter is a part, so that one factor is in memory at a time.
-    """
-    penalty = penalty_of(group)
-    scales = scales_of(params, group)
-    fused = group["fused"]
-    if (fused is None and group["foreach"] is not None) or not only_dense:
-        fused = False
-    paths = paths_for(params, fused)
-    foreach = _use_foreach([p for p, path in zip(params, paths, strict=True) if not path], group)
-    parts: dict[tuple[Any, ...], list[int]] = {}
-    for i, path in enumerate(paths):
-        alone = i if path is None and not foreach else None
-        parts.setdefault((path, scales[i] if path is None else None, alone), []).append(i)
-    for (path, _, _), indices in parts.items():
-        yield _Part(
-            params=[params[i] for i in indices],
-            indices=indices,
-            path=path,
-            foreach=foreach,
-            penalty=penalty,
-            scales=[scales[i] for i in indices],
-            anchored=group["decay_auxiliary"],
-            rate=rate,
+        streams: list[list[Any]] = [params, grads, buffers]
+        update_and_decay_(
+            update, streams, group, rate, self.state, allow_kernels=not has_sparse_grad
         )
 
 
 def _plain(lr: float | Tensor) -> float | Tensor:
-    """A learning rate that lies on the CPU as a number, which every path takes."""
+    """Return a learning rate on the CPU as a float, which every kernel accepts."""
     if isinstance(lr, Tensor) and lr.device.type == "cpu" and not is_compiling():
         return lr.item()
     return lr
-
-
-def _use_foreach(params: list[Tensor], group: Group) -> bool:
-    """The group's choice; without one, foreach on accelerators, as torch chooses."""
-    if group["foreach"] is not None:
-        return bool(group["foreach"])
-    return bool(params) and bool(_default_to_fused_or_foreach(params, differentiable=False)[1])

@@ -42,8 +42,8 @@ from pdecay._core.group_settings import Group, decayed_params
 from pdecay._core.penalty import as_penalty
 from pdecay._core.validation import check_count, check_number
 from pdecay._optim.attachment import attachment_of
+from pdecay._optim.engine import decay_rate
 from pdecay._optim.hooks import StepHooks, find_hooks, is_skipped
-from pdecay._optim.step import decay_rate
 from pdecay._sparsity.freezing import HOLD, decaying_list, freeze_zeros, zero_keeping_groups
 from pdecay._sparsity.ramp import cubic_ramp
 from pdecay._sparsity.ranking import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdecay._optim.kernels import bare, compiled, flat, native
+from pdecay._optim.kernels import compiled, native
 
 TERMS = {
     "0": [(0, 5e-5)],
@@ -26,7 +26,7 @@ SGD = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0
 @pytest.fixture
 def eager(monkeypatch):
     """The same functions without the compiler, which takes seconds for each form."""
-    monkeypatch.setattr(compiled, "_compiled", lambda function, *_: compiled._Code(function))
+    monkeypatch.setattr(compiled, "_compile", lambda function, *_: function)
 
 
 @pytest.mark.usefixtures("eager")
@@ -64,11 +64,11 @@ class TestMathematics:
         assert pair.difference() < 1e-12
 
     @pytest.mark.parametrize("name", TERMS)
-    def test_shrink(self, twins, literal_factor, name):
+    def test_decay(self, twins, literal_factor, name):
         pair = twins(torch.float32)
         olds = [w.clone() for w in pair.fast]
         expected = [o.double() * literal_factor(o, TERMS[name], 1e-3) for o in olds]
-        compiled.shrink_(pair.fast, olds, terms=TERMS[name], lr=1e-3)
+        compiled.decay_(pair.fast, olds, terms=TERMS[name], rate=1e-3)
         for weight, value in zip(pair.fast, expected, strict=True):
             torch.testing.assert_close(weight.double(), value, rtol=1e-5, atol=0)
 
@@ -81,7 +81,7 @@ class TestMathematics:
         old = torch.cat([size, -size, torch.tensor([0.0, info.max, info.tiny])]).to(dtype)
         old = old[old.isfinite()]
         w = old.clone()
-        compiled.shrink_([w], [old], terms=TERMS[name], lr=rate)
+        compiled.decay_([w], [old], terms=TERMS[name], rate=rate)
         assert w.isfinite().all()
         assert (w.abs() <= old.abs()).all()
         assert not ((w != 0) & (w.abs() < info.tiny)).any()
@@ -93,7 +93,7 @@ class TestMathematics:
         values = [0.0, 1.0, -1e-20, 1e-42, 3e38]
         w, old = torch.tensor(values), torch.tensor(values).flip(0)
         lr = torch.tensor(0.0) if as_tensor else 0.0
-        compiled.shrink_([w], [old], terms=TERMS[name], lr=lr)
+        compiled.decay_([w], [old], terms=TERMS[name], rate=lr)
         compiled.sgd_([w], [torch.zeros(5)], [], terms=TERMS[name], lr=lr, **SGD)
         assert w.tolist() == torch.tensor(values).tolist()
 
@@ -106,7 +106,7 @@ class TestMathematics:
     @pytest.mark.parametrize("p", [2.1, 3])
     def test_zero_moves_for_p_above_2(self, p):
         w = torch.ones(9)
-        compiled.shrink_([w], [torch.zeros(9)], terms=[(p, 0.5)], lr=1.0)
+        compiled.decay_([w], [torch.zeros(9)], terms=[(p, 0.5)], rate=1.0)
         torch.testing.assert_close(w, torch.ones(9), rtol=1e-7, atol=0)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -114,8 +114,8 @@ class TestMathematics:
         torch.manual_seed(0)
         old = torch.randn(1000).to(dtype)
         half, wide = old.clone(), old.float()
-        compiled.shrink_([half], [old], terms=TERMS["0.8"], lr=1e-2)
-        compiled.shrink_([wide], [old.float()], terms=TERMS["0.8"], lr=1e-2)
+        compiled.decay_([half], [old], terms=TERMS["0.8"], rate=1e-2)
+        compiled.decay_([wide], [old.float()], terms=TERMS["0.8"], rate=1e-2)
         assert torch.equal(half, wide.to(dtype))
 
     def test_layouts_and_small_tensors_together(self):
@@ -127,48 +127,41 @@ class TestMathematics:
             plain[1].T.clone().T,
             plain[2].clone(),
         ]
-        compiled.shrink_(plain, olds, terms=TERMS["0.8"], lr=1e-2)
-        compiled.shrink_(other, olds, terms=TERMS["0.8"], lr=1e-2)
+        compiled.decay_(plain, olds, terms=TERMS["0.8"], rate=1e-2)
+        compiled.decay_(other, olds, terms=TERMS["0.8"], rate=1e-2)
         for one, two in zip(plain, other, strict=True):
             assert torch.equal(one, two)
         assert other[0].is_contiguous(memory_format=torch.channels_last)
         assert not torch.equal(plain[0], olds[0])
 
-    def test_grad_scale_and_found_inf(self):
-        tensors = [torch.rand(10) for _ in range(4)]
-        before = [tensor.clone() for tensor in tensors]
-        step = torch.tensor(4.0)
+    def test_device_tensors_are_not_read(self, monkeypatch):
+        """Pretend that all tensors are on an accelerator, where reading a value would wait."""
+        tensors = [[torch.rand(10)] for _ in range(4)]
+        expected = [[tensor.clone() for tensor in stream] for stream in tensors]
         settings = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-        settings |= {"amsgrad": False, "maximize": False, "terms": TERMS["0.8"], "lr": 1e-2}
-        settings["grad_scale"] = torch.tensor([4.0])
-        lists = [[tensor] for tensor in tensors]
-        compiled.adam_(*lists, [], [step], found_inf=torch.tensor([1.0]), **settings)
-        assert step.item() == 4
-        assert all(torch.equal(one, two) for one, two in zip(tensors, before, strict=True))
-        compiled.adam_(*lists, [], [step], found_inf=torch.tensor([0.0]), **settings)
-        native_lists = [[tensor] for tensor in before]
-        if native.available() is None:
-            native.adam_(*native_lists, [], [torch.tensor(4.0)], **settings)
-            for one, two in zip(tensors, before, strict=True):
-                torch.testing.assert_close(one, two)
+        settings |= {"amsgrad": False, "maximize": False, "terms": TERMS["0.8"]}
+        step = torch.tensor(4.0)
+        compiled.adam_(*expected, [], [step.clone()], lr=1e-2, **settings)
+        monkeypatch.setattr(compiled, "_on_host", lambda value: False)
+        compiled.adam_(*tensors, [], [step], lr=torch.tensor(1e-2), **settings)
         assert step.item() == 5
+        for (ours,), (theirs,) in zip(tensors, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
 
-    def test_a_skip_that_only_the_device_knows(self, monkeypatch):
-        """As on an accelerator: nothing may be read, so nothing is decided on the host."""
-        monkeypatch.setattr(compiled, "_is_host", lambda value: False)
-        for skip in (0.0, 1.0):
-            tensors = [torch.rand(10) for _ in range(4)]
-            before = [tensor.clone() for tensor in tensors]
-            step = torch.tensor(4.0)
-            compiled.adam_(
-                *([tensor] for tensor in tensors), [], [step], terms=TERMS["0.8"],
-                lr=torch.tensor(1e-2), beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0,
-                amsgrad=False, maximize=False, found_inf=torch.tensor(skip),
-                grad_scale=torch.tensor(4.0),
-            )  # fmt: skip
-            same = [torch.equal(one, two) for one, two in zip(tensors, before, strict=True)]
-            assert all(same) if skip else not any(same)
-            assert step.item() == (4 if skip else 5)
+    def test_gradient_with_another_layout(self):
+        w = torch.randn(6, 5)
+        grad = torch.randn(5, 6).t()
+        wanted, grads = w.clone(), grad.contiguous()
+        compiled.sgd_([w], [grad], [], terms=[(0.8, 0.1)], lr=0.1, **SGD)
+        compiled.sgd_([wanted], [grads], [], terms=[(0.8, 0.1)], lr=0.1, **SGD)
+        assert torch.equal(w, wanted)
+
+    def test_autograd_detects_the_changed_weight(self):
+        w = torch.randn(3, requires_grad=True)
+        product = (w * w).sum()
+        compiled.sgd_([w], [torch.ones(3)], [], terms=[(0.8, 0.1)], lr=0.1, **SGD)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
 
 
 def test_compiled_agrees_and_nothing_compiles_again(twins):
@@ -196,63 +189,11 @@ def test_a_compiler_that_fails_is_said_before_anything_changes(monkeypatch):
         return raise_
 
     monkeypatch.setattr(torch, "compile", broken)
-    compiled._compiled.cache_clear()
+    compiled._compile.cache_clear()
     w = torch.ones(3)
     try:
         with pytest.raises(native.KernelUnavailable, match=r"torch\.compile failed: no backend$"):
-            compiled.shrink_([w], [w.clone()], terms=[(1, 1.0)], lr=1.0)
+            compiled.decay_([w], [w.clone()], terms=[(1, 1.0)], rate=1.0)
     finally:
-        compiled._compiled.cache_clear()
+        compiled._compile.cache_clear()
     assert torch.equal(w, torch.ones(3))
-
-
-class TestBareKernel:
-    """On the CPU the compiled kernel is called by itself."""
-
-    def code(self, function, kind, streams):
-        return compiled._compiled(function, kind, streams, torch.float32, torch.device("cpu"))
-
-    def test_there_is_one(self):
-        kind = flat.Kind("powers", 1, bits=True)
-        assert self.code(flat.shrink, kind, 2).kernel is not None
-
-    def test_it_gives_the_bits_of_the_compiled_code(self):
-        kind = flat.Kind("powers", 1, bits=True)
-        code = self.code(flat.shrink, kind, 2)
-        plan = compiled._plan([(0.8, 0.1)], 0.1, torch.float32)[2]
-        numbers = torch.tensor([1.0, *plan])
-        for size in (1, 2, 15, 16, 17, 1000, 100_003):
-            w = torch.randn(size)
-            old, bare = torch.randn(size), w.clone()
-            (code.call if size > 1 else flat.shrink)([w, old], numbers, None, kind)
-            code.kernel.run([[bare], [old]], numbers, [size])
-            assert torch.allclose(bare, w, rtol=1e-6 if size == 1 else 0, atol=0)
-
-    def test_another_layout_takes_the_long_way(self):
-        w = torch.randn(6, 5)
-        grad = torch.randn(5, 6).t()
-        wanted, grads = w.clone(), grad.contiguous()
-        compiled.sgd_([w], [grad], [], terms=[(0.8, 0.1)], lr=0.1, **SGD)
-        compiled.sgd_([wanted], [grads], [], terms=[(0.8, 0.1)], lr=0.1, **SGD)
-        assert torch.equal(w, wanted)
-
-    def test_a_changed_weight_is_seen_by_autograd(self):
-        w = torch.randn(3, requires_grad=True)
-        product = (w * w).sum()
-        compiled.sgd_([w], [torch.ones(3)], [], terms=[(0.8, 0.1)], lr=0.1, **SGD)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            product.backward()
-
-    def test_what_is_more_or_other_than_one_known_kernel_is_left_as_it_is(self):
-        kind = flat.Kind("powers", 1, bits=True)
-        step = self.code(flat.shrink, kind, 2).call
-
-        def found(call):
-            return bare.kernel_of(call, [torch.ones(8), torch.ones(70), torch.ones(70)])
-
-        assert found(lambda x, y: step(x, y, None, kind)) is not None
-        assert found(lambda x, y: x[0].add_(x[1])) is None
-        assert found(lambda x, y: [step(x, y, None, kind) for _ in range(2)]) is None
-        assert found(lambda x, y: step([x[0], x[1].clone()], y, None, kind)) is None
-        assert found(lambda x, y: step([z[1:] for z in x], y, None, kind)) is None
-        assert found(lambda x, y: step([x[0].add_(1), x[1]], y, None, kind)) is None

@@ -1,16 +1,14 @@
 """The fused steps in C, on lists of CPU tensors.
 
-Every function changes its tensors in place and makes one call into C for each dtype, whatever the
-number of tensors. Nothing is kept between calls: packing a tensor anew takes about two
-microseconds, and no stale pointer can be followed.
+Every function changes its tensors in place and makes one call into C for each dtype. Pointers are
+collected anew at each call (about two microseconds a tensor), so that none can become stale.
 
-`terms` is a sequence of (p, lam); `scales` has, for each weight, what lam is multiplied by. A term
-whose rate * lam is 0 is dropped; with none left the step is the optimizer's own. Where something
-decays, results below the smallest normal number (of float32 for half-precision weights) are written
-as 0.
+`terms` is a sequence of (p, lam). A term whose rate * lam is 0 is dropped; without terms the step
+is the optimizer's own. With terms, results below the smallest normal number (of float32 for
+half-precision weights) are written as 0.
 
-Raises `KernelUnavailable` where the kernel cannot be compiled, `ValueError` for tensors that it
-cannot take; ask `supports` first.
+The functions raise `KernelUnavailable` if the kernel cannot be compiled and `ValueError` for
+unsupported tensors; call `why_not` first.
 """
 
 from __future__ import annotations
@@ -33,17 +31,16 @@ from pdecay._optim.kernels.layout import (
     local,
 )
 
-__all__ = ["KernelUnavailable", "adam_", "available", "sgd_", "shrink_", "supports", "why_not"]
+__all__ = ["KernelUnavailable", "adam_", "available", "decay_", "sgd_", "why_not"]
 
-Terms = Sequence[tuple[float, float]]
-Scales = Sequence[float] | None
+Terms = Sequence[Sequence[float]]  # (p, lam) pairs
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as in step.c
 _FAILURES = {1: "this compiler has no float16", 2: "out of memory"}
 
 
 def available() -> str | None:
-    """None if the kernel is or can be compiled here, else the reason."""
+    """Return None if the kernel is or can be compiled, else the reason."""
     try:
         _library()
     except KernelUnavailable as reason:
@@ -51,13 +48,8 @@ def available() -> str | None:
     return None
 
 
-def supports(tensor: Tensor) -> bool:
-    """Whether the kernel can update this weight, given that it compiles."""
-    return why_not(tensor) is None
-
-
 def why_not(tensor: Tensor) -> str | None:
-    """Why the kernel cannot update this weight, in a few words; None if it can."""
+    """Return why the kernel cannot update this weight; None if it can."""
     if type(tensor) not in PLAIN:
         tensor = local(tensor)
         if type(tensor) not in PLAIN:
@@ -80,7 +72,6 @@ def adam_(
     state_steps: Tensors,
     *,
     terms: Terms,
-    scales: Scales = None,
     lr: float,
     beta1: float,
     beta2: float,
@@ -89,46 +80,39 @@ def adam_(
     amsgrad: bool,
     maximize: bool,
     rate: float | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
 ) -> None:
-    """One step of `torch.optim.AdamW` and of the decay, in one pass over memory.
+    """Run one step of `torch.optim.AdamW` and the decay in one pass over memory.
 
     Args:
         params: the weights.
-        grads: their gradients; divided by `grad_scale`, if given, in place (as torch's fused does).
-        exp_avgs: the state, as torch keeps it: first moments,
-        exp_avg_sqs: second moments,
-        max_exp_avg_sqs: their maxima (only read if `amsgrad`; else may be empty),
-        state_steps: and step counts on the CPU, which are incremented here.
-        terms, scales: the decay, see the module.
+        grads: their gradients.
+        exp_avgs: first moments.
+        exp_avg_sqs: second moments.
+        max_exp_avg_sqs: maxima of the second moments; may be empty without `amsgrad`.
+        state_steps: step counts on the CPU, which are incremented here.
+        terms: the decay, see the module.
         lr: learning rate.
         beta1: coefficient of the first moments.
         beta2: coefficient of the second moments.
         eps: added to the root of the second moments.
         weight_decay: the decoupled weight decay of AdamW.
         amsgrad: whether to divide by the maxima of the second moments.
-        maximize: whether to go up.
-        rate: the learning rate of the decay where it is not `lr`.
-        grad_scale: what the gradients were multiplied by (GradScaler).
-        found_inf: if not 0, nothing at all changes.
+        maximize: whether to ascend.
+        rate: the learning rate of the decay; `lr` by default.
     """
-    if found_inf is not None and found_inf.item():
-        return
     library = _library()
     rate = float(lr if rate is None else rate)
-    scale = 0.0 if grad_scale is None else float(grad_scale.item())
     streams = [params, grads, exp_avgs, exp_avg_sqs]
     if amsgrad:
         streams.append(max_exp_avg_sqs)
     steps, double_steps = _step_pointers(state_steps)
-    for batch in batches(streams, read_only=() if scale else (1,), keys=scales):
-        powers, rates = _live(terms, rate, batch.key)
+    for batch in batches(streams, read_only=(1,)):
+        powers, rates = _live(terms, rate)
         counts = array("Q", [steps[i] for i in batch.indices])
         _call(
             batch,
             library.pdecay_adam,
-            *(len(powers), _address(powers), _address(rates), scale),
+            *(len(powers), _address(powers), _address(rates)),
             *(_address(counts), double_steps),
             *(lr, beta1, beta2, eps, weight_decay, amsgrad, maximize),
         )
@@ -140,7 +124,6 @@ def sgd_(
     momentum_buffers: Tensors,
     *,
     terms: Terms,
-    scales: Scales = None,
     lr: float,
     momentum: float,
     dampening: float,
@@ -149,71 +132,61 @@ def sgd_(
     maximize: bool,
     first: bool | Sequence[bool] = False,
     rate: float | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
 ) -> None:
-    """One step of `torch.optim.SGD` and of the decay, in one pass over memory.
+    """Run one step of `torch.optim.SGD` and the decay in one pass over memory.
 
     Args:
         params: the weights.
-        grads: their gradients; divided by `grad_scale`, if given, in place (as torch's fused does).
-        momentum_buffers: one for each weight; not read without `momentum`, may then be empty.
-        terms, scales: the decay, see the module.
+        grads: their gradients.
+        momentum_buffers: one for each weight; may be empty without `momentum`.
+        terms: the decay, see the module.
         lr: learning rate.
         momentum: coefficient of the buffers.
-        dampening: the share of the gradient that does not enter the buffers.
-        nesterov: whether to look ahead.
+        dampening: the share of the gradient that is kept out of the buffers.
+        nesterov: whether to use Nesterov momentum.
         weight_decay: the coupled weight decay of SGD, added to the gradient.
-        maximize: whether to go up.
-        first: whether a buffer is fresh, for all or each: it becomes the gradient, unread.
-        rate: the learning rate of the decay where it is not `lr`.
-        grad_scale: what the gradients were multiplied by (GradScaler).
-        found_inf: if not 0, nothing at all changes.
+        maximize: whether to ascend.
+        first: whether the buffers are uninitialised (written, not read), for all or for each.
+        rate: the learning rate of the decay; `lr` by default.
     """
-    if found_inf is not None and found_inf.item():
-        return
     library = _library()
     rate = float(lr if rate is None else rate)
-    scale = 0.0 if grad_scale is None else float(grad_scale.item())
     fresh = [first] * len(params) if isinstance(first, bool) else first
     streams = [params, grads, momentum_buffers] if momentum != 0 else [params, grads]
-    for batch in batches(streams, read_only=() if scale else (1,), keys=scales):
-        powers, rates = _live(terms, rate, batch.key)
+    for batch in batches(streams, read_only=(1,)):
+        powers, rates = _live(terms, rate)
         flags = array("B", [fresh[i] for i in batch.indices])
         _call(
             batch,
             library.pdecay_sgd,
-            *(len(powers), _address(powers), _address(rates), scale, _address(flags)),
+            *(len(powers), _address(powers), _address(rates), _address(flags)),
             *(lr, momentum, dampening, nesterov, weight_decay, maximize),
         )
 
 
-def shrink_(params: Tensors, olds: Tensors, *, terms: Terms, lr: float) -> None:
-    """The decay alone, in one pass: `params` are the updated weights, `olds` those before."""
-    powers, rates = _live(terms, lr)
+def decay_(params: Tensors, olds: Tensors, *, terms: Terms, rate: float) -> None:
+    """Decay updated weights, given their values before the update (`olds`)."""
+    powers, rates = _live(terms, rate)
     if not powers:
         return
     library = _library()
     for batch in batches([params, olds], read_only=(1,)):
-        _call(batch, library.pdecay_shrink, len(powers), _address(powers), _address(rates))
+        _call(batch, library.pdecay_decay, len(powers), _address(powers), _address(rates))
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = load("step")
     types = {"d": ctypes.c_double, "i": ctypes.c_int, "n": ctypes.c_int64, "p": ctypes.c_void_p}
-    # dtype, threads, tensors, sizes, data; terms, their p and c; then what is the step's own
-    for name, own in (("adam", "dpidddddii"), ("sgd", "dpdddidi"), ("shrink", "")):
+    # dtype, threads, tensors, sizes, data; number of terms, p, c; then the step's own arguments
+    for name, own in (("adam", "pidddddii"), ("sgd", "pdddidi"), ("decay", "")):
         function = getattr(library, f"pdecay_{name}")
         function.argtypes = [types[letter] for letter in f"iinppnpp{own}"]
     return library
 
 
-def _live(
-    terms: Terms, rate: float, scale: float | None = None
-) -> tuple[array[float], array[float]]:
-    """P and c = rate * lam of the terms that change anything."""
-    rate = rate if scale is None else rate * scale
+def _live(terms: Terms, rate: float) -> tuple[array[float], array[float]]:
+    """Return p and c = rate * lam of the terms whose c is not 0."""
     live = [(p, rate * lam) for p, lam in terms if rate * lam != 0]
     return array("d", [p for p, _ in live]), array("d", [c for _, c in live])
 
@@ -238,7 +211,7 @@ def _call(batch: Batch, function: Callable[..., int], *arguments: float) -> None
 
 
 def _step_pointers(steps: Tensors) -> tuple[list[int], bool]:
-    """Where the step counts lie, and whether they are float64 (as with that default dtype)."""
+    """Return the addresses of the step counts, and whether they are float64."""
     dtypes = {step.dtype for step in steps}
     if not dtypes <= {torch.float32} and not dtypes <= {torch.float64}:
         raise ValueError(f"step counts must be all float32 or all float64, not {dtypes}")

@@ -28,7 +28,7 @@ import pdecay
 from pdecay import PSGD, Lp, PAdam
 from pdecay._core.penalty import Penalty
 from pdecay._core.reference import Listing1
-from pdecay._optim.kernels import dispatch as paths
+from pdecay._optim.kernels.selection import KernelName, only_kernel
 from pdecay.lab.models import GPT, ResNet
 from pdecay.lab.tasks import task
 
@@ -56,7 +56,7 @@ class Method:
 
     make: Make
     norms: Mapping[str, Penalty]
-    path: paths.Path | None = None  # the only one of the fused paths that it may take
+    path: KernelName | None = None  # the only one of the fused paths that it may take
 
 
 @dataclass(frozen=True)
@@ -263,8 +263,8 @@ def _measure(
         yield Cost(model, count, name, norm, 1e3 * taken, taken / base, extra[name, norm])
 
 
-def _step(optimizer: Optimizer, path: paths.Path | None) -> None:
-    with paths.only(path):
+def _step(optimizer: Optimizer, path: KernelName | None) -> None:
+    with only_kernel(path):
         optimizer.step()
 
 

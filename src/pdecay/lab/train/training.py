@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from pdecay._core.validation import check_count
 from pdecay._optim.attachment import is_decaying
-from pdecay._optim.kernels.dispatch import path_for
+from pdecay._optim.kernels.selection import kernel_for
 from pdecay._utils.files import LockedError, lock, remove_unfinished, replacing
 from pdecay.lab.bench import steps as bench
 from pdecay.lab.tasks import Task, task
@@ -241,7 +241,7 @@ def _environment(optimizer: Optimizer, device: str, threads: int) -> dict[str, A
 def _kernel(optimizer: Optimizer) -> str:
     """By which of pdecay's ways the steps go; they agree to about 1e-6, not to the last bit."""
     group = optimizer.param_groups[0]
-    path = path_for(group["params"][0], group.get("fused")) if is_decaying(optimizer) else None
+    path = kernel_for(group["params"][0], group.get("fused")) if is_decaying(optimizer) else None
     return "torch" if path is None else path.__name__.rpartition(".")[2]
 
 

@@ -12,9 +12,8 @@ from torch import nn
 
 from pdecay import PSGD, Lp, PAdam, attach
 from pdecay._core.reference import AdamUpdate, SGDUpdate, pwd
-from pdecay._optim.kernels import dispatch as paths
-from pdecay._optim.kernels import native
-from pdecay._optim.kernels.dispatch import path_for
+from pdecay._optim.kernels import native, selection
+from pdecay._optim.kernels.selection import kernel_for
 
 PATHS = [{"fused": True}, {"foreach": True}, {"foreach": False}]
 ELASTIC = Lp(0.8, 0.02) + Lp(2, 0.1)
@@ -22,15 +21,15 @@ ELASTIC = Lp(0.8, 0.02) + Lp(2, 0.1)
 
 @pytest.fixture
 def said(monkeypatch):
-    monkeypatch.setattr(paths, "_said", set())
+    monkeypatch.setattr(selection, "_warned", set())
 
 
 class TestChoice:
     def test_the_c_kernel_by_default_and_on_request(self):
         w = torch.ones(3, 3)
-        assert path_for(w, None) is native
-        assert path_for(w, True) is native
-        assert path_for(w, False) is None
+        assert kernel_for(w, None) is native
+        assert kernel_for(w, True) is native
+        assert kernel_for(w, False) is None
 
     def test_an_explicit_foreach_stays_exact(self, monkeypatch):
         monkeypatch.setattr(native, "adam_", None)  # would fail if it were called
@@ -184,4 +183,4 @@ def test_without_a_compiler_torchs_operations_take_over_and_one_warning_says_so(
     first, second = done.stdout.splitlines()
     assert first == "True 1"
     assert "the fused C kernel cannot be built" in second
-    assert "a slower path takes over" in second
+    assert "falling back to a slower path" in second

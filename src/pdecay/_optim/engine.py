@@ -1,0 +1,212 @@
+"""The decay engine: one implementation of the step for PAdam, PSGD and attach.
+
+The step of a weight is ``w <- w_tilde * factor(w_old)``, where ``w_old`` is the weight before and
+``w_tilde`` the weight after the optimizer's own update:
+
+- PAdam and PSGD run it through :func:`update_and_decay_`, which knows the update;
+- attach sees the update from outside: it copies ``w_old`` before and calls
+  :meth:`DecayBatch.decay_` after it.
+
+Parameters are processed in batches (:func:`make_batches`), each by a fused kernel, by torch's
+multi-tensor functions (foreach), or one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
+
+from pdecay._core.auxiliary import decay_at_anchor_
+from pdecay._core.group_settings import Group, penalty_of, scales_of
+from pdecay._core.penalty import Penalty
+from pdecay._core.tensors import TensorList
+from pdecay._core.validation import check_number
+from pdecay._optim.kernels.selection import kernels_for
+
+Rate = float | Tensor
+State = dict[Tensor, dict[str, Any]]
+T = TypeVar("T")
+
+
+def update_and_decay_(
+    update: Callable[..., None],
+    streams: Sequence[list[Any]],
+    group: Group,
+    rate: Rate,
+    state: State,
+    *,
+    allow_kernels: bool = True,
+) -> None:
+    """Run one step of a group's parameters: the optimizer's own update, then the decay.
+
+    Args:
+        update: the optimizer's own update, called as ``update(batch, *streams)`` for each batch.
+            If ``batch.kernel`` is set, it must run that kernel, which also decays.
+        streams: lists in the same order: the parameters that have a gradient, then their
+            gradients and state.
+        group: the parameter group.
+        rate: the learning rate of the decay.
+        state: the optimizer's state.
+        allow_kernels: whether fused kernels may be used.
+    """
+    for batch in make_batches(streams[0], group, rate, _fused(group) if allow_kernels else False):
+        factors = batch.factors(batch.params)  # from w_old; empty if a kernel decays
+        update(batch, *(batch.select(stream) for stream in streams))  # w_old -> w_tilde
+        multiply_(batch.params, factors, foreach=batch.foreach)  # w = w_tilde * factor(w_old)
+        batch.decay_at_anchors_(state)
+
+
+@dataclass
+class DecayBatch:
+    """Parameters of one group that are updated and decayed together."""
+
+    params: list[Tensor]
+    indices: list[int]  # positions in the list that the batch was made from
+    rate: Rate  # the learning rate of the decay times the group's decay_scale
+    penalty: Penalty | None  # None if nothing decays
+    auxiliary: Sequence[float]  # if not empty, s is kept in an anchor for each parameter
+    kernel: ModuleType | None
+    foreach: bool
+
+    def select(self, stream: list[T]) -> list[T]:
+        """Select this batch's entries of a list; an empty list stays empty."""
+        if len(self.indices) == len(stream):
+            return stream
+        return [stream[i] for i in self.indices] if stream else []
+
+    @property
+    def terms(self) -> list[list[float]]:
+        """The (p, lam) pairs for a fused kernel; empty if anchors decay the weights."""
+        return [] if self.penalty is None or self.auxiliary else self.penalty.pairs()
+
+    def factors(self, w_old: list[Tensor]) -> list[Tensor]:
+        """Return the decay factors; an empty list if a kernel or anchors decay the weights."""
+        if self.penalty is None or self.auxiliary or self.kernel is not None:
+            return []
+        return decay_factors(w_old, self.penalty, self.rate, foreach=self.foreach)
+
+    def decay_(self, w_old: list[Tensor], state: State) -> None:
+        """Decay weights that were updated already, given their values before the update."""
+        if self.auxiliary:
+            self.decay_at_anchors_(state)
+        elif self.kernel is not None:
+            self.kernel.decay_(self.params, w_old, terms=self.terms, rate=self.rate)
+        else:
+            multiply_(self.params, self.factors(w_old), foreach=self.foreach)
+
+    def decay_at_anchors_(self, state: State) -> None:
+        """Decay by the anchors' factors (see ``auxiliary.py``); without anchors do nothing."""
+        if self.penalty is not None and self.auxiliary:
+            for param in self.params:
+                decay_at_anchor_(param, state[param], self.auxiliary, self.penalty, self.rate)
+
+
+def make_batches(
+    params: list[Tensor], group: Group, rate: Rate, fused: bool | None
+) -> Iterator[DecayBatch]:
+    """Split a group's parameters into as few batches as kernels and scales allow.
+
+    Without a kernel and without foreach each parameter is a batch, so that only one factor is in
+    memory at a time.
+    """
+    penalty = penalty_of(group)
+    scales = scales_of(params, group)
+    kernels = kernels_for(params, fused)
+    rest = [param for param, kernel in zip(params, kernels, strict=True) if kernel is None]
+    foreach = use_foreach(rest, group.get("foreach"))
+    batches: dict[tuple[Any, ...], list[int]] = {}
+    for i, (kernel, scale) in enumerate(zip(kernels, scales, strict=True)):
+        alone = i if kernel is None and not foreach else None
+        batches.setdefault((kernel, scale, alone), []).append(i)
+    for (kernel, scale, _), indices in batches.items():
+        yield DecayBatch(
+            params=[params[i] for i in indices],
+            indices=indices,
+            rate=rate * scale if scale else 0.0,
+            penalty=penalty if scale else None,
+            auxiliary=group["decay_auxiliary"],
+            kernel=kernel,
+            foreach=foreach,
+        )
+
+
+def use_foreach(params: list[Tensor], foreach: bool | None) -> bool:
+    """Return the user's choice; without one, use foreach on accelerators, as torch does."""
+    if foreach is not None:
+        return foreach
+    return bool(params) and bool(_default_to_fused_or_foreach(params, differentiable=False)[1])
+
+
+def decay_rate(group: Group, optimizer: Optimizer, lr: Rate | None = None) -> Rate:
+    """Return the decay's learning rate; 0 where a gradient scaler skips this step.
+
+    It is the group's "decay_lr", else `lr`, else the group's "lr". A tensor on a device stays
+    there, because reading it would wait for the device; everything else becomes a float.
+    """
+    if group["decay_lr"] is not None:
+        lr = group["decay_lr"]
+    elif lr is None:
+        lr = group["lr"]
+    on_device = isinstance(lr, Tensor) and (lr.device.type != "cpu" or is_compiling())
+    if not on_device:
+        lr = check_number("lr", lr.item() if isinstance(lr, Tensor) else lr)
+    rate: Rate = lr
+    found_inf = getattr(optimizer, "found_inf", None)  # set by GradScaler around fused steps
+    if found_inf is None:
+        return rate
+    if found_inf.device.type == "cpu":
+        return 0.0 if found_inf.item() else rate
+    skip: Tensor = found_inf != 0
+    return rate * ~skip
+
+
+def check_rate(lr: Rate) -> Rate:
+    """Return the learning rate; raise an error unless it is a finite number >= 0."""
+    check_number("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
+    return lr
+
+
+def decay_factors(
+    w_old: Sequence[Tensor], penalty: Penalty, rate: Rate, *, foreach: bool = False
+) -> list[Tensor]:
+    """Return the decay's factor for each tensor."""
+    if not foreach:
+        return [penalty.factor(w, rate) for w in w_old]
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, w in enumerate(w_old):
+        alike.setdefault((w.device, w.dtype), []).append(i)
+    factors: dict[int, Tensor] = {}
+    for indices in alike.values():
+        listed = penalty.factor(TensorList([w_old[i] for i in indices]), rate).tensors
+        factors.update(zip(indices, listed, strict=True))
+    return [factors[i] for i in range(len(w_old))]
+
+
+def multiply_(w_tilde: Sequence[Tensor], by: Sequence[Tensor], *, foreach: bool = False) -> None:
+    """Multiply weights by their factors; nothing if there are none.
+
+    Half-precision weights are rounded once, after the product with a float32 factor.
+    """
+    if not by:
+        return
+    if foreach:
+        torch._foreach_mul_(list(w_tilde), list(by))
+    else:
+        for weight, factor in zip(w_tilde, by, strict=True):
+            weight.mul_(factor)
+
+
+def _fused(group: Group) -> bool | None:
+    """An explicit foreach rules the fused kernels out unless fused was asked for, too."""
+    if group["fused"] is None and group["foreach"] is not None:
+        return False
+    fused: bool | None = group["fused"]
+    return fused
