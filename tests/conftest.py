@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -38,6 +38,30 @@ def needs_native() -> None:
     """Skip the test where the C kernel cannot be compiled."""
     if reason := native.available():
         pytest.skip(reason)
+
+
+@pytest.fixture
+def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command line and check its exit code; return its output or, for 2, its error line."""
+
+    def run(*argv: object, code: int = 0) -> str:
+        from pdecay import cli
+
+        try:
+            actual = cli.main([str(word) for word in argv])
+        except SystemExit as exit_:
+            actual = exit_.code  # argparse
+        shown = capsys.readouterr()
+        assert actual == code, shown.err
+        if code != 2:
+            return shown.out
+        assert shown.out == ""
+        assert shown.err.count("\n") == 1
+        assert "Traceback" not in shown.err
+        assert "\x1b" not in shown.err  # torch colours its errors
+        return shown.err
+
+    return run
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The command line: help, versions, and one clear line for every mistake."""
+"""The command line: help, version, one-line errors and exit codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdecay import cli
 
 @pytest.fixture
 def in_project(tmp_path, monkeypatch):
-    """A directory with a user's module in it, as the current one."""
+    """A working directory into which the test writes a user's module."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "users_module", raising=False)
@@ -25,47 +25,28 @@ def in_project(tmp_path, monkeypatch):
     sys.modules.pop("users_module", None)
 
 
-def mistake(capsys, *argv):
-    """What a bad command line says, after a check that it is one line and nothing else."""
-    try:
-        code = cli.main(list(argv))
-    except SystemExit as exit_:
-        code = exit_.code
-    shown = capsys.readouterr()
-    assert code == 2
-    assert shown.out == ""
-    assert shown.err.count("\n") == 1
-    assert "Traceback" not in shown.err
-    return shown.err
-
-
-def test_no_command_is_the_help(capsys):
-    assert cli.main([]) == 0
-    shown = capsys.readouterr().out
+def test_no_command_prints_help(run_cli):
+    shown = run_cli()
     assert all(command.name in shown for command in cli.COMMANDS)
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
-def test_each_command_has_a_help_with_an_example(capsys, command):
-    with pytest.raises(SystemExit, match="0"):
-        cli.main([command.name, "--help"])
-    shown = capsys.readouterr().out
+def test_help_of_each_command_has_a_valid_example(run_cli, command):
+    shown = run_cli(command.name, "--help")
     assert f"example:\n  {command.example}" in shown
     cli._parser().parse_args(command.example.split()[1:])  # the example is a valid command
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
-    assert capsys.readouterr().out == f"pdecay {pdecay.__version__}\n"
+def test_version(run_cli):
+    assert run_cli("--version") == f"pdecay {pdecay.__version__}\n"
 
 
-def test_the_module_runs_and_loads_nothing_of_the_lab():
+def test_version_imports_no_heavy_package():
     code = (
         "import runpy, sys; sys.argv = ['pdecay', '--version']\n"
         "try: runpy.run_module('pdecay', run_name='__main__')\n"
         "except SystemExit as exit_: assert exit_.code == 0, exit_.code\n"
-        "heavy = {'matplotlib', 'sklearn', 'rich', 'pdecay.lab'} & set(sys.modules)\n"
+        "heavy = {'torch', 'matplotlib', 'sklearn', 'rich', 'pdecay.lab'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -73,25 +54,25 @@ def test_the_module_runs_and_loads_nothing_of_the_lab():
     assert done.stdout == f"pdecay {pdecay.__version__}\n"
 
 
-def test_an_unknown_command(capsys):
-    assert "invalid choice: 'demmo'" in mistake(capsys, "demmo")
+def test_unknown_command_is_reported(run_cli):
+    assert "invalid choice: 'demmo'" in run_cli("demmo", code=2)
 
 
 @pytest.mark.parametrize("seed", ["-1", "x", "1.5", ""])
-def test_a_bad_seed(capsys, seed):
-    assert f"must be a whole number >= 0, got {seed!r}" in mistake(capsys, "demo", f"--seed={seed}")
+def test_invalid_seed_is_reported(run_cli, seed):
+    assert f"must be a whole number >= 0, got {seed!r}" in run_cli("demo", f"--seed={seed}", code=2)
 
 
-def test_an_output_directory_that_cannot_be_is_told_before_the_work(capsys, tmp_path, monkeypatch):
+def test_unwritable_output_folder_is_reported_before_the_work(run_cli, tmp_path, monkeypatch):
     from pdecay.lab.demo import demo
 
-    monkeypatch.setattr(demo, "run", lambda *args, **kwargs: pytest.fail("it went to work"))
+    monkeypatch.setattr(demo, "run", lambda *args, **kwargs: pytest.fail("the demo was started"))
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert f"cannot write to {str(out)!r}" in mistake(capsys, "demo", "--out", str(out))
+        assert f"cannot write to {str(out)!r}" in run_cli("demo", "--out", str(out), code=2)
 
 
-def test_an_output_directory_is_made(tmp_path, monkeypatch):
+def test_output_folder_is_created(tmp_path, monkeypatch):
     from pdecay.lab.demo import demo
 
     asked = {}
@@ -106,18 +87,18 @@ def test_an_output_directory_is_made(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "package"), [("rich", "rich"), ("sklearn", "scikit-learn"), ("matplotlib",) * 2]
 )
-def test_a_missing_extra(capsys, monkeypatch, tmp_path, module, package):
+def test_missing_extra_is_reported(run_cli, monkeypatch, tmp_path, module, package):
     for name in list(sys.modules):
         if name.partition(".")[0] == module or name.startswith("pdecay.lab"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(pdecay, "lab", raising=False)
     monkeypatch.setattr(sys, "meta_path", [_Missing(module), *sys.meta_path])
-    shown = mistake(capsys, "demo", "--out", str(tmp_path))
+    shown = run_cli("demo", "--out", str(tmp_path), code=2)
     assert shown == (f"pdecay demo: error: {package} is not installed: pip install 'pdecay[lab]'\n")
 
 
 class _Missing:
-    """An importer to which one package is not installed."""
+    """An importer that does not find one package."""
 
     def __init__(self, name):
         self.name = name
@@ -127,7 +108,7 @@ class _Missing:
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
 
 
-def test_a_bug_of_ours_is_not_taken_for_a_missing_extra(monkeypatch, tmp_path):
+def test_import_error_of_pdecay_is_not_reported_as_missing_extra(monkeypatch, tmp_path):
     def broken(args):
         raise ModuleNotFoundError("No module named 'pdecay.lba'", name="pdecay.lba")
 
@@ -140,7 +121,7 @@ def test_a_bug_of_ours_is_not_taken_for_a_missing_extra(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("error", "code"), [(OSError(28, "No space left on device"), 2), (KeyboardInterrupt(), 130)]
 )
-def test_a_full_disk_and_an_impatient_user_get_one_line(capsys, monkeypatch, error, code):
+def test_full_disk_and_interrupt_are_one_line(capsys, monkeypatch, error, code):
     def stopped(args):
         raise error
 
@@ -166,29 +147,28 @@ class Holder:
 """
 
 
-def test_the_doctor_finds_nothing(capsys, in_project):
+def test_doctor_accepts_a_healthy_model(run_cli, in_project):
     in_project(HEALTHY)
-    assert cli.main(["doctor", "users_module:build"]) == 0
-    assert "nothing found" in capsys.readouterr().out
+    shown = run_cli("doctor", "users_module:build", code=0)
+    assert "nothing found" in shown
 
 
 @pytest.mark.parametrize("function", ["build", "Holder.build"])
-def test_the_doctor_finds_an_error(capsys, in_project, function):
+def test_doctor_reports_an_error(run_cli, in_project, function):
     in_project(SICK)
-    assert cli.main(["doctor", f"users_module:{function}"]) == 1
-    shown = capsys.readouterr().out
+    shown = run_cli("doctor", f"users_module:{function}", code=1)
     assert "error: nothing decays" in shown
     assert "cure: " in shown
 
 
-def test_a_hint_is_no_error(capsys, in_project):
+def test_doctor_hint_is_not_an_error(run_cli, in_project):
     in_project(HEALTHY.replace("0.8", "1.5"))
-    assert cli.main(["doctor", "users_module:build"]) == 0
-    assert capsys.readouterr().out.startswith("hint: ")
+    shown = run_cli("doctor", "users_module:build", code=0)
+    assert shown.startswith("hint: ")
 
 
 @pytest.mark.parametrize(
-    ("target", "told"),
+    ("target", "message"),
     [
         ("users_module", "expected MODULE:FUNCTION"),
         (":build", "expected MODULE:FUNCTION"),
@@ -203,7 +183,7 @@ def test_a_hint_is_no_error(capsys, in_project):
         ("users_module:strings", "must return (model, optimizer): doctor needs a torch.nn.Module"),
     ],
 )
-def test_a_bad_target_for_the_doctor(capsys, in_project, target, told):
+def test_invalid_doctor_target_is_reported(run_cli, in_project, target, message):
     in_project(
         "number = 3\n"
         "def needs(argument): pass\n"
@@ -211,11 +191,11 @@ def test_a_bad_target_for_the_doctor(capsys, in_project, target, told):
         "def nothing(): pass\n"
         "def strings(): return 'model', 'optimizer'\n"
     )
-    assert told in mistake(capsys, "doctor", target)
+    assert message in run_cli("doctor", target, code=2)
 
 
-def test_a_module_that_does_not_compile(capsys, in_project):
+def test_syntax_error_in_users_module_is_reported(run_cli, in_project):
     in_project("def build(:\n")
-    assert "cannot import 'users_module': SyntaxError" in mistake(
-        capsys, "doctor", "users_module:build"
+    assert "cannot import 'users_module': SyntaxError" in run_cli(
+        "doctor", "users_module:build", code=2
     )

@@ -1,4 +1,4 @@
-"""The command line's mistakes: one line each, before anything is run."""
+"""``pdecay sweep``: its plans, and one-line errors before any run starts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,12 @@ from pdecay.cli import sweep as command
 from pdecay.lab.sweep import Range
 
 
-def mistake(capsys, *argv):
-    try:
-        code = cli.main(["sweep", *argv])
-    except SystemExit as exit_:
-        code = exit_.code
-    shown = capsys.readouterr()
-    assert code == 2
-    assert shown.out == ""
-    assert shown.err.count("\n") == 1
-    return shown.err
-
-
 def plan_of(*argv):
     return command._plan(cli._parser().parse_args(["sweep", *argv]))
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         (["digit"], "there is no task 'digit'"),
         (["digits", "--scale", "big"], "digits has no scale 'big'"),
@@ -46,25 +34,28 @@ def plan_of(*argv):
         (["digits", "--grace", "-1"], "must be a number of seconds >= 0, got '-1'"),
         (["digits", "--option", "p"], "--option must be NAME=VALUE, got 'p'"),
         (["digits", "--cells", "none.toml"], "none.toml cannot be read"),
-        (["digits", "--cells", "none.toml", "--lr", "1"], "--lr cannot stand beside it"),
-        (["digits", "--cells", "x", "--sampler", "tpe"], "--sampler cannot stand beside it"),
+        (["digits", "--cells", "none.toml", "--lr", "1"], "--cells cannot be combined with --lr"),
+        (
+            ["digits", "--cells", "x", "--sampler", "tpe"],
+            "--cells cannot be combined with --sampler",
+        ),
         (["digits", "--retry-failed"], "--retry-failed needs --resume"),
         (["digits", "--storage", "here.db"], "must be a database URL"),
     ],
 )
-def test_mistakes(capsys, tmp_path, monkeypatch, argv, told):
+def test_invalid_arguments_are_reported(run_cli, tmp_path, monkeypatch, argv, message):
     monkeypatch.chdir(tmp_path)
-    assert told in mistake(capsys, *argv)
+    assert message in run_cli("sweep", *argv, code=2)
     assert not list(tmp_path.glob("runs/*/*"))
 
 
-def test_a_folder_that_cannot_be_written(capsys, tmp_path):
+def test_unwritable_folder_is_reported(run_cli, tmp_path):
     (tmp_path / "file").write_text("")
-    told = mistake(capsys, "digits", "--out", str(tmp_path / "file" / "below"))
-    assert "cannot write to" in told
+    message = run_cli("sweep", "digits", "--out", str(tmp_path / "file" / "below"), code=2)
+    assert "cannot write to" in message
 
 
-def test_the_plan_of_a_command_line():
+def test_arguments_make_a_plan():
     plan = plan_of("digits", "--method", "padam", "l1", "--lam", "0.1", "1", "--seed", "0", "1")
     assert len(plan.cells) == 8
     plan = plan_of("digits", "--option", "p=0.5", "--option", "p=0.8")

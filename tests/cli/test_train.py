@@ -1,4 +1,4 @@
-"""``pdecay train``: what it shows, Ctrl-C, one line for every mistake, the documented method."""
+"""``pdecay train``: output, Ctrl-C, one-line errors and the documented custom method."""
 
 from __future__ import annotations
 
@@ -30,23 +30,7 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(capsys, *argv, code=0):
-    assert cli.main(["train", *argv]) == code
-    return capsys.readouterr().out
-
-
-def mistake(capsys, *argv):
-    """What a bad command line says, after a check that it is one line and nothing else."""
-    try:
-        code = cli.main(["train", *argv])
-    except SystemExit as exit_:
-        code = exit_.code
-    shown = capsys.readouterr()
-    assert (code, shown.out, shown.err.count("\n")) == (2, "", 1)
-    return shown.err
-
-
-def test_the_options_are_those_of_the_methods():
+def test_options_match_the_methods():
     methods = {name: options_of(method) for name, method in METHODS.items()}
     assert set(OPTIONS) == {option for options in methods.values() for option in options}
     for option, (_, text) in OPTIONS.items():
@@ -55,8 +39,8 @@ def test_the_options_are_those_of_the_methods():
         assert named == {name for name, options in methods.items() if option in options}, option
 
 
-def test_what_it_shows_and_leaves(capsys, project):
-    shown = run(capsys, *QUICK, "--lam", "0.3", "--lr", "1e-2", "--seed", "2")
+def test_output_and_files(run_cli, project):
+    shown = run_cli("train", *QUICK, "--lam", "0.3", "--lr", "1e-2", "--seed", "2")
     settings = Settings.of("digits", "padam", scale="quick", steps=40, lam=0.3, lr=0.01, seed=2)
     folder = project / "runs" / f"digits-padam-{settings.id}"
     (record,) = records.read(folder)
@@ -71,12 +55,12 @@ def test_what_it_shows_and_leaves(capsys, project):
     assert f"sparsity) {result['tradeoff']:.2f}" in shown
     assert f"record     runs/{folder.name}/record.jsonl" in shown
     assert (folder / "weights.pt").exists()
-    again = run(capsys, *QUICK, "--lam", "0.3", "--lr", "1e-2", "--seed", "2")
+    again = run_cli("train", *QUICK, "--lam", "0.3", "--lr", "1e-2", "--seed", "2")
     assert "was done before" in again
     assert not any(line.startswith("step ") for line in again.splitlines())
 
 
-def test_on_a_terminal_there_is_a_bar(project):
+def test_terminal_shows_a_progress_bar(project):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
     settings = Settings.of("digits", "gmp", scale="quick", steps=40)
@@ -89,11 +73,11 @@ def test_on_a_terminal_there_is_a_bar(project):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_leaves_a_checkpoint_and_the_same_command_goes_on(
-    capsys, project, monkeypatch, number
+def test_interrupt_writes_checkpoint_and_same_command_resumes(
+    run_cli, project, monkeypatch, number
 ):
     command = [*QUICK, "--method", "mp", "--out", "out"]
-    whole = run(capsys, *command[:-1], "whole")
+    whole = run_cli("train", *command[:-1], "whole")
     advance = training.Session.advance
 
     def interrupted(session):
@@ -104,12 +88,12 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_same_command_goes_on(
     handler = signal.getsignal(number)
     with monkeypatch.context() as patch:
         patch.setattr(training.Session, "advance", interrupted)
-        shown = run(capsys, *command, code=130)
+        shown = run_cli("train", *command, code=130)
     assert signal.getsignal(number) is handler
     assert "stopping after this step" in shown
     assert "stopped at step 8 of 40; to go on, run the same command again." in shown
     assert "checkpoint out/checkpoint.pt" in shown
-    shown = run(capsys, *command)
+    shown = run_cli("train", *command)
     assert "going on from step 8" in shown
     assert "gone on 1 time" in shown
     one, other = (records.essence(records.read(name)[0]) for name in ("out", "whole"))
@@ -117,7 +101,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_same_command_goes_on(
     assert whole.count("\n") > 20
 
 
-def test_a_second_ctrl_c_stops_at_once(capsys, monkeypatch):
+def test_second_ctrl_c_stops_at_once(capsys, monkeypatch):
     def stuck(session):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -128,13 +112,13 @@ def test_a_second_ctrl_c_stops_at_once(capsys, monkeypatch):
     assert not Path("out/checkpoint.pt").exists()
 
 
-def test_a_run_that_diverges_is_told(capsys):
-    shown = run(capsys, *QUICK, "--method", "adamw", "--lr", "1e30")
+def test_divergence_is_reported(run_cli):
+    shown = run_cli("train", *QUICK, "--method", "adamw", "--lr", "1e30")
     assert "Diverged: the loss is not finite after" in shown
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         (["mnist"], "there is no task 'mnist'; there are digits, fashion, cifar10, shakespeare"),
         (["digits", "--scale", "paper"], "digits has no scale 'paper'; it has quick, cpu"),
@@ -146,9 +130,15 @@ def test_a_run_that_diverges_is_told(capsys):
         (["digits", "--seed", "-1"], "must be a whole number >= 0, got '-1'"),
         (["digits", "--steps", "0"], "steps must be a whole number >= 1, got 0"),
         (["digits", "--lr", "0"], "lr must be above 0, got 0"),
-        (["digits", "--threads", "0"], "--threads must be at least 1, got 0"),
-        (["digits", "--checkpoint-every", "-1"], "--checkpoint-every must be >= 0, got -1.0"),
-        (["digits", "--checkpoint-every", "nan"], "--checkpoint-every must be >= 0, got nan"),
+        (["digits", "--threads", "0"], "argument --threads: must be a whole number >= 1, got '0'"),
+        (
+            ["digits", "--checkpoint-every", "-1"],
+            "--checkpoint-every: must be a number of seconds >= 0, got '-1'",
+        ),
+        (
+            ["digits", "--checkpoint-every", "nan"],
+            "--checkpoint-every: must be a number of seconds >= 0, got 'nan'",
+        ),
         (["digits", "--device", "abacus"], "device 'abacus' cannot be used here"),
         (["digits", "--option", "p"], "--option must be NAME=VALUE, got 'p'"),
         (["digits", "--option", "q=1"], "padam has no option 'q'; it has p, lam"),
@@ -159,24 +149,24 @@ def test_a_run_that_diverges_is_told(capsys):
         ([], "the following arguments are required: TASK"),
     ],
 )
-def test_mistakes(capsys, project, argv, told):
+def test_invalid_arguments_are_reported(run_cli, project, argv, message):
     (project / "broken.py").write_text("def (")
     (project / "file").write_text("")
-    assert told in mistake(capsys, *argv)
+    assert message in run_cli("train", *argv, code=2)
     assert not (project / "runs").exists() or not any((project / "runs").rglob("*.*"))
 
 
-def test_a_folder_with_another_run(capsys):
-    run(capsys, *QUICK, "--out", "out")
-    told = mistake(capsys, *QUICK, "--lam", "0.7", "--out", "out")
-    assert "out has a run of other settings (lam is 0.01 there and 0.7 here): choose" in told
+def test_folder_of_another_run_is_refused(run_cli):
+    run_cli("train", *QUICK, "--out", "out")
+    message = run_cli("train", *QUICK, "--lam", "0.7", "--out", "out", code=2)
+    assert "out has a run of other settings (lam is 0.01 there and 0.7 here): choose" in message
 
 
-def test_data_that_are_missing(capsys, project, monkeypatch):
+def test_missing_data_is_reported(run_cli, project, monkeypatch):
     from pdecay.lab.data import sources as data
 
     monkeypatch.setenv("PDECAY_DATA", str(project / "nowhere"))
-    assert "which is not a folder" in mistake(capsys, "shakespeare", "--scale", "quick")
+    assert "which is not a folder" in run_cli("train", "shakespeare", "--scale", "quick", code=2)
     monkeypatch.setattr(data, "folders", lambda: [project / "empty"])
 
     def refuse(remote, folder, *, progress=True):
@@ -185,17 +175,17 @@ def test_data_that_are_missing(capsys, project, monkeypatch):
     monkeypatch.setattr(data, "fetch", refuse)
     monkeypatch.setenv("PDECAY_DATA", str(project))
     training._job.cache_clear()
-    assert "Put tinyshakespeare.txt" in mistake(capsys, "shakespeare", "--scale", "quick")
+    assert "Put tinyshakespeare.txt" in run_cli("train", "shakespeare", "--scale", "quick", code=2)
 
 
-def test_the_documented_method_trains_sparsifies_and_goes_on(capsys, project):
+def test_documented_method_trains_prunes_and_resumes(run_cli, project):
     text = DOCS.read_text()
     (code,) = re.findall(r"```python\n(from dataclasses.*?)```", text, re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
     (project / "taylor.py").write_text(code)
     (command,) = re.findall(r"^pdecay train (.*taylor.*)$", text, re.MULTILINE)
     try:
-        shown = run(capsys, *command.split(), "--steps", "150", "--lr", "0.01")
+        shown = run_cli("train", *command.split(), "--steps", "150", "--lr", "0.01")
         (record,) = records.read("runs")
         assert record["settings"]["options"] == {"target": 0.8}
         assert record["result"]["accuracy"] > 85
@@ -210,7 +200,7 @@ def test_the_documented_method_trains_sparsifies_and_goes_on(capsys, project):
         sys.modules.pop("taylor", None)
 
 
-def test_the_documented_commands_and_methods_are_there():
+def test_documented_commands_and_methods_exist():
     text = DOCS.read_text()
     for command in re.findall(r"^pdecay (train .*)$", text, re.MULTILINE):
         cli._parser().parse_args(command.split())

@@ -1,10 +1,10 @@
-"""The command line. A command is a module here with a :class:`Command` named ``COMMAND``.
+"""The command line: one module for each command, with a :class:`Command` named ``COMMAND``.
 
-A module declares its arguments; what it runs is imported when it runs, so that ``--help`` never
-waits for matplotlib, and a missing extra is an error of the commands that need it only.
+The modules import torch and the lab only when a command runs. So ``--help`` is fast, and a missing
+extra is an error only of the commands that need it.
 
-Exit codes: 0 for success, 1 where the doctor finds an error or a sweep gave up a run, 2 for bad
-input or a missing extra, 130 where it was interrupted.
+Exit codes: 0 for success, 1 if the doctor found an error or a sweep gave up a run, 2 for invalid
+input or a missing extra, 130 after an interrupt.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import pdecay
+from pdecay._utils.errors import one_line
 from pdecay.cli import (
     bench,
     compact,
@@ -41,14 +42,14 @@ COMMANDS = (
     export.COMMAND,
 )
 
-# The packages that come with an extra of ours, by the name under which they are imported.
+# The extra that installs a package, by the package's import name.
 _EXTRA_OF = {"matplotlib": "lab", "optuna": "lab", "rich": "lab", "sklearn": "lab"}
 _EXTRA_OF |= dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "onnx")
 _DISTRIBUTION_OF = {"sklearn": "scikit-learn"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code."""
+    """Run a command line and return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command is None:
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command.run(args)
     except UsageError as error:
-        return _fail(command, str(error))
+        return _fail(command, one_line(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA_OF:
@@ -68,17 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{_DISTRIBUTION_OF.get(package, package)} is not installed: "
             f"pip install 'pdecay[{_EXTRA_OF[package]}]'",
         )
-    except BrokenPipeError:  # the reader, such as `head`, has had enough
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        return _fail(command, str(error))
+        return _fail(command, one_line(error))
     except KeyboardInterrupt:
         return _fail(command, "interrupted", code=130)
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser with one-line errors."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -87,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pdecay",
-        description="Sparse neural networks by p-norm weight decay.",
+        description="Train and deploy sparse neural networks with p-norm weight decay.",
         epilog="Each command has its own help: pdecay demo --help",
     )
     parser.add_argument("--version", action="version", version=f"pdecay {pdecay.__version__}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from pdecay.cli.common import Command, check_writable
+from pdecay.cli.common import Command, add_out, check_writable
 
 _PARTS = ("step", "growth", "train", "start")
-_DEPLOY = "deploy"  # trains networks the first time: only where asked for
+_DEPLOY = "deploy"  # trains networks the first time, so it is not a default
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,15 +19,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PART",
         help=f"any of {', '.join(_PARTS)} (default: these), or {_DEPLOY}: sparse layers and models",
     )
+    add_out(parser, "pdecay-bench", "the numbers and the plot")
     parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("pdecay-bench"),
-        metavar="DIR",
-        help="where the numbers and the plot go (default: ./pdecay-bench)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small and few rounds, to see that everything works"
+        "--quick", action="store_true", help="few small rounds, to check that everything works"
     )
 
 
@@ -47,7 +40,7 @@ def _run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "bench",
-    "measure what a step costs against torch's own optimizers, and sparse models against dense",
+    "measure the time of an optimizer step against torch's optimizers, and of sparse models",
     "pdecay bench step --out pdecay-bench",
     _arguments,
     _run,

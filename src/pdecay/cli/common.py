@@ -1,22 +1,24 @@
-"""What the commands share: what a command is, and the checks of their arguments."""
+"""Code that the commands share: the `Command` class, argument types and checks."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import json
+import math
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdecay._utils.errors import with_location
+
 
 class UsageError(Exception):
-    """Something that the user can put right, told in one line."""
+    """An error that the user can correct; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,9 @@ class Command:
     """One subcommand.
 
     Args:
-        name, summary, example: for the help.
-        arguments: declares the arguments on the command's parser.
-        run: does the work, from the parsed arguments; returns the exit code.
+        name, summary, example: the texts of ``--help``.
+        arguments: adds the arguments to the command's parser.
+        run: runs the command with the parsed arguments and returns the exit code.
     """
 
     name: str
@@ -36,15 +38,51 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
 
-def natural_number(text: str) -> int:
-    """For argparse: a whole number from 0 on."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 0, got {text!r}")
-    return int(text)
+def number(kind: type, least: float, noun: str = "") -> Callable[[str], Any]:
+    """Return an argparse type for a finite number with a lower bound.
+
+    Args:
+        kind: int or float.
+        least: the lower bound.
+        noun: the name of the number in error messages.
+    """
+    noun = noun or ("whole number" if kind is int else "number")
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be a {noun} >= {least}, got {text!r}")
+        return value
+
+    return parse
+
+
+natural_number = number(int, 0)
+count = number(int, 1)
+seconds = number(float, 0, "number of seconds")
+
+
+def flag(name: str) -> str:
+    """Return the command-line option of a Python name.
+
+    Example:
+        >>> flag("weight_decay")
+        '--weight-decay'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def add_out(parser: argparse.ArgumentParser, default: str, contents: str) -> None:
+    """Add the option ``--out`` for an output folder."""
+    text = f"folder for {contents} (default: ./{default})"
+    parser.add_argument("--out", type=Path, default=Path(default), metavar="DIR", help=text)
 
 
 def option(text: str) -> tuple[str, Any]:
-    """The name and the value of NAME=VALUE, where the value is JSON or a plain word."""
+    """Split NAME=VALUE; the value is JSON or a plain string."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise UsageError(f"--option must be NAME=VALUE, got {text!r}")
@@ -55,7 +93,7 @@ def option(text: str) -> tuple[str, Any]:
 
 
 def check_writable(directory: Path) -> None:
-    """Before the work, not after it: that the results can be written."""
+    """Create a folder and check, before any work, that files can be written to it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -65,16 +103,18 @@ def check_writable(directory: Path) -> None:
 
 
 def call(target: str) -> Any:
-    """Import ``module:function`` and call it; the user's own errors are told in one line."""
+    """Import ``module:function`` and call it; report errors of the user's code in one line."""
     module_name, _, function_name = target.partition(":")
     if not module_name or not function_name:
-        raise UsageError(f"expected MODULE:FUNCTION, such as my_project.training:build: {target!r}")
+        raise UsageError(
+            f"expected MODULE:FUNCTION, such as my_project.training:build, got {target!r}"
+        )
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does; an installed script does not
+        sys.path.insert(0, os.getcwd())  # `python -m` does so, an installed script does not
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
-        raise UsageError(f"cannot import {module_name!r}: {_told(error)}") from None
+        raise UsageError(f"cannot import {module_name!r}: {with_location(error)}") from None
     for name in function_name.split("."):
         if not hasattr(found, name):
             raise UsageError(f"{module_name!r} has no {function_name!r}")
@@ -84,17 +124,9 @@ def call(target: str) -> Any:
     try:
         return found()
     except Exception as error:
-        raise UsageError(f"{target} failed: {_told(error)}") from None
-
-
-def _told(error: Exception) -> str:
-    """An error of someone else's code in one line, with the place that raised it."""
-    message = " ".join(str(error).split())
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = "" if frame.filename.startswith("<") else f" ({frame.filename}:{frame.lineno})"
-    return f"{type(error).__name__}: {message}{place}"
+        raise UsageError(f"{target} failed: {with_location(error)}") from None
 
 
 def kind(value: object) -> str:
-    """A value's type, for an error message."""
+    """Return a value's type for an error message."""
     return f"a {type(value).__name__}"

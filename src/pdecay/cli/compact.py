@@ -17,12 +17,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="write the smaller model: .pt2 is a program that torch.export.load runs without the "
-        "model's code, .pt the module as torch.save pickles it (default: only say what would go)",
+        "model's code, .pt is a module pickled by torch.save (default: only print the report)",
     )
     parser.add_argument(
         "--no-fold",
         action="store_true",
-        help="leave units that are constant: move no constants into biases",
+        help="keep units with constant output: fold no constants into biases",
     )
 
 
@@ -39,7 +39,7 @@ def _run(args: argparse.Namespace) -> int:
         report = CompactReport.of(smaller)
         sys.stdout.write(f"{report}\n")
         if not report.units and not report.kept:
-            sys.stdout.write("no unit is dead: only exact zeros count (--prune T makes them)\n")
+            sys.stdout.write("no unit is dead: only exact zeros count (--prune T sets them)\n")
         if args.out is not None:
             sys.stdout.write(f"\nwritten: {export_torch(smaller, args.out, example)}\n")
     except (DeploymentError, TypeError) as error:
@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "compact",
-    "remove the units of a model that contribute nothing; its outputs stay the same",
+    "remove the dead units of a model without changing its outputs",
     "pdecay compact my_project.training:build --weights model.safetensors --out small.pt2",
     _arguments,
     _run,

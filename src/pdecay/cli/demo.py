@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from pdecay.cli.common import Command, check_writable, natural_number
+from pdecay.cli.common import Command, add_out, check_writable, natural_number
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("pdecay-demo"),
-        metavar="DIR",
-        help="where the figures and numbers go (default: ./pdecay-demo)",
-    )
+    add_out(parser, "pdecay-demo", "the figures and numbers")
     parser.add_argument(
         "--seed",
         type=natural_number,
@@ -24,7 +17,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="the first seed; equal seeds give equal results (default: 0)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a few short runs, to see that everything works"
+        "--quick", action="store_true", help="a few short runs, to check that everything works"
     )
 
 

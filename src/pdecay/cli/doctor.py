@@ -34,7 +34,7 @@ def _run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "doctor",
-    "say what would go wrong when a model is trained with an optimizer, and the cure",
+    "check a model and its optimizer for mistakes before training",
     "pdecay doctor my_project.training:build",
     _arguments,
     _run,

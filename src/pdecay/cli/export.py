@@ -18,13 +18,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--onnx",
         type=Path,
         metavar="FILE",
-        help="the compacted model for ONNX Runtime, in which it is run and compared",
+        help="the compacted model for ONNX Runtime; its outputs are compared",
     )
     parser.add_argument(
         "--sparse",
         type=Path,
         metavar="FILE",
-        help="the weights without the zeros, for pdecay.load into the model's own class",
+        help="the weights without zeros, for pdecay.load",
     )
     parser.add_argument(
         "--dense", type=Path, metavar="FILE", help="the weights as an ordinary safetensors file"
@@ -43,7 +43,9 @@ def _run(args: argparse.Namespace) -> int:
         if (file := getattr(args, name)) is not None:
             models.check_target(f"--{name}", file, [suffix])
     if args.sparse is not None and args.sparse == args.dense:
-        raise UsageError(f"--sparse and --dense are two files, got {str(args.dense)!r} for both")
+        raise UsageError(
+            f"--sparse and --dense must be different files, got {str(args.dense)!r} for both"
+        )
     if args.onnx is not None:
         onnx.check_installed()
     model, example = models.model_of(args)
@@ -64,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "export",
-    "write a model for others: ONNX of the compacted model, or its weights, sparse or dense",
+    "write a model as ONNX, or its weights as a sparse or dense file",
     "pdecay export my_project.training:build --onnx model.onnx --sparse model.safetensors",
     _arguments,
     _run,

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from pdecay.cli.common import Command, UsageError, check_writable
+from pdecay.cli.common import Command, UsageError, check_writable, number
 
 _PICTURES = (".png", ".svg")
 
@@ -17,35 +17,27 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         type=Path,
         metavar="FILE",
-        help="a file of pdecay.save, safetensors or torch.save (a state dict)",
+        help="a file written by pdecay.save, safetensors or torch.save (a state dict)",
     )
     parser.add_argument(
         "--plot",
         type=Path,
         metavar="PICTURE",
-        help="draw the histogram of log10|w|, of all weights and by layer, to a .png or .svg",
+        help="write a .png or .svg with the histogram of log10|w|, in total and by layer",
     )
-    parser.add_argument("--json", action="store_true", help="all numbers as JSON, and no table")
+    parser.add_argument(
+        "--json", action="store_true", help="print all numbers as JSON instead of a table"
+    )
     parser.add_argument(
         "--threshold",
-        type=_threshold,
+        type=number(float, 0),
         default=1e-13,
         metavar="T",
         help="weights with |w| < T count as zero (default: 1e-13)",
     )
     parser.add_argument(
-        "--key", help="for a checkpoint that holds several state dicts: which one, such as model"
+        "--key", help="the key of the state dict in a checkpoint with several, such as model"
     )
-
-
-def _threshold(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
-    return value
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -74,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "inspect",
-    "say what is in a file of weights: zeros, dead units, bytes, and how large the weights are",
+    "describe a weight file: zeros, dead units, bytes and the sizes of the weights",
     "pdecay inspect model.safetensors --plot weights.png",
     _arguments,
     _run,

@@ -1,30 +1,32 @@
-"""What ``pdecay compact`` and ``pdecay export`` share: the model, and the files to write."""
+"""Code that ``pdecay compact`` and ``pdecay export`` share: the model and the output files."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from pdecay.cli.common import UsageError, call, check_writable, kind
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that select a model and its weights."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         help="MODULE:FUNCTION, a function without arguments that returns (model, example_inputs), "
-        "or the folder of a run of pdecay train",
+        "or the output folder of pdecay train",
     )
     parser.add_argument(
         "--weights",
         type=Path,
         metavar="FILE",
-        help="load these into the model first: of pdecay.save, safetensors, or torch.save of a "
-        "state dict",
+        help="load these weights first: a file written by pdecay.save, safetensors or torch.save "
+        "(a state dict)",
     )
     parser.add_argument(
         "--prune",
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_target(option: str, path: Path, suffixes: Iterable[str]) -> None:
-    """Before the work, not after it: that a file can be written, and is of the kind it is to be."""
+    """Check, before any work, that a file has a known suffix and can be written."""
     from pdecay.deployment.export import target
 
     try:
@@ -46,7 +48,9 @@ def check_target(option: str, path: Path, suffixes: Iterable[str]) -> None:
 
 
 def model_of(args: argparse.Namespace) -> tuple[nn.Module, Any]:
-    """The model, with its weights, and its example."""
+    """Return the model with its weights, and its example inputs."""
+    from torch import nn
+
     folder = Path(args.model)
     built = _of_run(folder) if folder.is_dir() else call(args.model)
     if not (isinstance(built, tuple | list) and len(built) == 2):
@@ -67,7 +71,7 @@ def model_of(args: argparse.Namespace) -> tuple[nn.Module, Any]:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a file of any kind that holds a state dict into a model."""
+    """Load a weight file of any kind into a model."""
     from pdecay.deployment.files import FileFormatError, load
     from pdecay.deployment.inspect.sources import is_torch_file, read_state_dict
 
@@ -78,18 +82,18 @@ def load_weights(model: nn.Module, path: Path) -> None:
             load(path, model)
     except FileFormatError as error:
         raise UsageError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
-    except (RuntimeError, ValueError) as error:  # it does not fit
-        raise UsageError(f"{path} does not fit the model: {' '.join(str(error).split())}") from None
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"{path} does not fit the model: {error}") from None
 
 
 def _of_run(folder: Path) -> tuple[nn.Module, Any]:
-    """The trained model of a run, and two of the task's inputs."""
+    """Return the trained model of a run and two inputs of its task."""
     from pdecay.lab.tasks import task
     from pdecay.lab.train import records
     from pdecay.lab.train.training import RECORD, WEIGHTS
 
     if not (folder / RECORD).is_file():
-        raise UsageError(f"{folder} holds no finished run of pdecay train: {RECORD} is not there")
+        raise UsageError(f"{folder} has no finished run of pdecay train: {RECORD} is missing")
     try:
         (record,) = records.read(folder / RECORD)
     except (records.RecordError, ValueError) as error:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pdecay.cli.common import Command, UsageError, check_writable
+from pdecay.cli.common import Command, UsageError, add_out, check_writable
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,15 +15,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="RUNS",
-        help="files of records, or folders that pdecay train or pdecay sweep wrote to",
+        help="files of records, or output folders of pdecay train or pdecay sweep",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("pdecay-report"),
-        metavar="DIR",
-        help="where the page, figures and tables go (default: ./pdecay-report)",
-    )
+    add_out(parser, "pdecay-report", "the page, figures and tables")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -45,7 +39,7 @@ def _run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "report",
-    "make a page, figures and tables of what was trained",
+    "write an HTML page, figures and tables of trained runs",
     "pdecay report runs/my-sweep --out report",
     _arguments,
     _run,

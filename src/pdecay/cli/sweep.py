@@ -7,8 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdecay.cli.common import Command, UsageError, check_writable, natural_number, option
-from pdecay.cli.train import OPTIONS
+from pdecay.cli.common import (
+    Command,
+    UsageError,
+    check_writable,
+    count,
+    flag,
+    natural_number,
+    option,
+    seconds,
+)
+from pdecay.cli.train import METHODS, OPTIONS, add_running, add_task
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,106 +26,85 @@ if TYPE_CHECKING:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("task", metavar="TASK", help="digits, fashion, cifar10 or shakespeare")
-    parser.add_argument(
-        "--scale", default="cpu", metavar="NAME", help="quick, cpu or paper (default: cpu)"
-    )
-    _cell_arguments(parser)
-    _search_arguments(parser)
-    running = parser.add_argument_group("how it is run")
+    add_task(parser)
+    _add_cells(parser)
+    _add_search(parser)
+    running = parser.add_argument_group("execution")
     running.add_argument(
-        "--workers", type=_positive, default=1, metavar="N", help="processes here (default: 1)"
+        "--workers", type=count, default=1, metavar="N", help="worker processes (default: 1)"
     )
+    threads = "torch threads of each worker (default: cores / workers)"
+    add_running(running, threads=threads, out="runs/TASK-sweep")
     running.add_argument(
-        "--threads", type=_positive, metavar="N", help="of each worker (default: cores / workers)"
-    )
-    running.add_argument("--device", metavar="NAME", help="cpu, cuda, ... (default: cpu)")
-    running.add_argument(
-        "--checkpoint-every",
-        type=_seconds,
-        default=30.0,
-        metavar="SECONDS",
-        help="how often a run saves what it goes on from (default: 30)",
+        "--resume", action="store_true", help="continue or join a study, or start a new one"
     )
     running.add_argument(
-        "--out", type=Path, metavar="DIR", help="where the runs live (default: runs/TASK-sweep)"
-    )
-    running.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the study that is there, or join others at it; start it if there is none",
-    )
-    running.add_argument(
-        "--retry-failed",
-        action="store_true",
-        help="with --resume: give runs that were given up another try",
+        "--retry-failed", action="store_true", help="with --resume: retry runs that were given up"
     )
     machines = parser.add_argument_group("many machines")
     machines.add_argument(
         "--storage",
         metavar="URL",
-        help="a database that all reach, such as postgresql://me@host/sweeps (default: a journal "
-        "file in --out)",
+        help="a database that all machines reach, such as postgresql://me@host/sweeps (default: a "
+        "journal file in --out)",
     )
     machines.add_argument(
-        "--study", metavar="NAME", help="the study's name there (default: the name of --out)"
+        "--study", metavar="NAME", help="the study's name in the database (default: that of --out)"
     )
     machines.add_argument(
         "--grace",
-        type=_seconds,
+        type=seconds,
         default=90.0,
         metavar="SECONDS",
-        help="silence after which a worker elsewhere is held for dead (default: 90)",
+        help="the time without a heartbeat after which a run on another machine is started again "
+        "(default: 90)",
     )
 
 
-def _cell_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_cells(parser: argparse.ArgumentParser) -> None:
     cells = parser.add_argument_group(
-        "what is run: each value of an option with each of the others; a method takes the options "
-        "that it has"
+        "runs: every combination of the values; a method takes only the options that it has"
     )
-    cells.add_argument(
-        "--method",
-        nargs="+",
-        metavar="NAME",
-        help="any of adamw, padam, elastic, target, mp, gmp, oto, dwf, l1, my_module:MyMethod "
-        "(default: padam)",
-    )
+    cells.add_argument("--method", nargs="+", metavar="NAME", help=f"{METHODS} (default: padam)")
     for name, (kind, text) in {
-        "lr": (float, "the highest learning rate (default: the task's)"),
-        "seed": (int, "equal seeds, equal results (default: 0)"),
-        "steps": (int, "how many (default: the task's)"),
+        "lr": (float, "the peak learning rate (default: the task's)"),
+        "seed": (int, "random seed (default: 0)"),
+        "steps": (int, "the number of steps (default: the task's)"),
         **OPTIONS,
     }.items():
-        flag = f"--{name.replace('_', '-')}"
-        cells.add_argument(flag, dest=name, nargs="+", type=_value(kind), metavar="X", help=text)
+        value = _value_or_range(kind)
+        cells.add_argument(flag(name), dest=name, nargs="+", type=value, metavar="X", help=text)
     cells.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any option, for a method of your own; again for another value",
+        help="any other option, for a custom method; repeat it for more values",
     )
     cells.add_argument(
-        "--cells", type=Path, metavar="FILE", help="a TOML file with several grids, instead"
+        "--cells", type=Path, metavar="FILE", help="a TOML file of grids, instead of the above"
     )
 
 
-def _search_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_search(parser: argparse.ArgumentParser) -> None:
     search = parser.add_argument_group(
-        "searches: Optuna chooses; LOW:HIGH is a range, logarithmic from a factor of 10 on"
+        "searches: a sampler chooses values; LOW:HIGH is a range, logarithmic from a factor of 10"
     )
     search.add_argument("--sampler", metavar="NAME", help="tpe, nsga2 or random (default: a grid)")
-    search.add_argument("--trials", type=_positive, metavar="N", help="how many runs")
+    search.add_argument("--trials", type=count, metavar="N", help="the number of runs")
     search.add_argument(
-        "--sampler-seed", type=natural_number, default=0, metavar="N", help="(default: 0)"
+        "--sampler-seed",
+        type=natural_number,
+        default=0,
+        metavar="N",
+        help="random seed of the sampler (default: 0)",
     )
     search.add_argument(
         "--objective",
         default="pareto",
         metavar="NAME",
-        help="what is maximised: pareto (accuracy and sparsity), tradeoff (the paper's: accuracy "
-        "in %% + sparsity) or accuracy (default: pareto)",
+        help="the value to maximise: pareto (accuracy and sparsity), tradeoff (the paper's: "
+        "accuracy in %% + sparsity) or accuracy (default: pareto)",
     )
 
 
@@ -148,13 +136,13 @@ def _run(args: argparse.Namespace) -> int:
             console=console,
         )
     except (DataError, sweep.PlanError, sweep.StorageError, sweep.StudyError) as error:
-        raise UsageError(" ".join(str(error).split())) from None
+        raise UsageError(str(error)) from None
     except sweep.SweepError as error:
         raise UsageError(f"{error}. Nothing is lost: continue with --resume") from None
     except sweep.SweepStoppedError:
         console.print("stopped; to continue, run the same command with --resume", soft_wrap=True)
         return 130
-    return _tell(console, outcome, out)
+    return _report(console, outcome, out)
 
 
 def _plan(args: argparse.Namespace) -> Plan:
@@ -167,8 +155,10 @@ def _plan(args: argparse.Namespace) -> Plan:
     }
     if args.cells is not None:
         if axes or args.sampler:
-            given = _flag(next(iter(axes))) if axes else "--sampler"
-            raise UsageError(f"--cells has all runs in its file: {given} cannot stand beside it")
+            given = flag(next(iter(axes))) if axes else "--sampler"
+            raise UsageError(
+                f"--cells cannot be combined with {given}: write all values into the file"
+            )
         return Grid(grids=read_grids(args.cells), **common)
     axes.setdefault("method", ["padam"])
     if args.sampler is not None:
@@ -179,15 +169,17 @@ def _plan(args: argparse.Namespace) -> Plan:
             axes=axes, sampler=args.sampler, trials=args.trials, sampler_seed=seed, **common
         )
     if args.trials is not None:
-        raise UsageError("--trials needs --sampler: a grid has the runs that it has")
+        raise UsageError("--trials needs --sampler: a grid has a fixed number of runs")
     for name, values in axes.items():
         if any(isinstance(value, Range) for value in values):
-            raise UsageError(f"{_flag(name)} has a range, which needs --sampler; a grid has values")
+            raise UsageError(
+                f"{flag(name)} has a range, which needs --sampler; a grid needs values"
+            )
     return Grid(grids=[axes], **common)
 
 
 def _axes(args: argparse.Namespace) -> dict[str, list[Any]]:
-    """The values that were given, by the names of what they are for."""
+    """Return the values that were given, by setting."""
     names = ("method", *OPTIONS, "lr", "seed", "steps")
     axes = {name: list(getattr(args, name)) for name in names if getattr(args, name) is not None}
     for text in args.option:
@@ -196,7 +188,7 @@ def _axes(args: argparse.Namespace) -> dict[str, list[Any]]:
     return axes
 
 
-def _tell(console: Console, outcome: Outcome, out: Path) -> int:
+def _report(console: Console, outcome: Outcome, out: Path) -> int:
     from rich.text import Text
 
     diverged = sum(record["status"] != "ok" for record in outcome.records)
@@ -205,58 +197,37 @@ def _tell(console: Console, outcome: Outcome, out: Path) -> int:
         "diverged": diverged,
         "given up": len(outcome.failed),
     }
-    told = [", ".join(f"{count} {what}" for what, count in counts.items() if count)]
+    lines = [", ".join(f"{number} {name}" for name, number in counts.items() if number)]
     if outcome.records:
-        told += [f"records    {out / 'records.jsonl'}", f"next       pdecay report {out}"]
+        lines += [f"records    {out / 'records.jsonl'}", f"next       pdecay report {out}"]
     for name, error in outcome.failed.items():
-        told.append(f"given up   {name}: {error.strip().splitlines()[-1]}")
+        lines.append(f"given up   {name}: {error.strip().splitlines()[-1]}")
     if outcome.failed:
-        told.append(f"in full    {out / 'errors.txt'}; after a cure: --resume --retry-failed")
-    for line in told:
+        lines.append(f"details    {out / 'errors.txt'}; to try again: --resume --retry-failed")
+    for line in lines:
         console.print(Text(line), soft_wrap=True)
     return int(bool(outcome.failed))
 
 
-def _value(kind: type) -> Callable[[str], Any]:
-    """For argparse: a number, or LOW:HIGH as a pair."""
+def _value_or_range(kind: type) -> Callable[[str], Any]:
+    """Return an argparse type for a number, or for LOW:HIGH as a pair of numbers."""
 
     def parse(text: str) -> Any:
-        parts = text.split(":")
         try:
-            numbers = [kind(part) for part in parts]
+            numbers = [kind(part) for part in text.split(":")]
         except ValueError:
             numbers = []
         if len(numbers) not in (1, 2):
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {what} or LOW:HIGH, got {text!r}")
+            noun = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {noun} or LOW:HIGH, got {text!r}")
         return tuple(numbers) if len(numbers) == 2 else numbers[0]
 
     return parse
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds >= 0, got {text!r}")
-    return seconds
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 COMMAND = Command(
     "sweep",
-    "train many networks, over all values of some options or where Optuna looks",
+    "train many networks: a grid of options, or an Optuna search",
     "pdecay sweep shakespeare --method adamw padam --p 0.5 0.8 --lam 0.003 0.01 0.03 "
     "--lr 3e-3 1e-2 --workers 2 --out runs/my-sweep",
     _arguments,

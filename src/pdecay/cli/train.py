@@ -1,4 +1,4 @@
-"""``pdecay train``."""
+"""``pdecay train``, and the arguments that it shares with ``pdecay sweep``."""
 
 from __future__ import annotations
 
@@ -6,73 +6,88 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pdecay.cli.common import Command, UsageError, check_writable, natural_number, option
+from pdecay.cli.common import (
+    Command,
+    UsageError,
+    check_writable,
+    count,
+    flag,
+    natural_number,
+    option,
+    seconds,
+)
 
-# The options of the methods in pdecay.lab, which is not imported for the help alone.
+METHODS = "adamw, padam, elastic, target, mp, gmp, oto, dwf, l1 or my_module:MyMethod"
+
+# The options of the methods in pdecay.lab, which --help does not import because it is slow.
 OPTIONS: dict[str, tuple[type, str]] = {
     "p": (float, "the norm (padam, elastic, target)"),
     "lam": (float, "the strength of the decay (padam, elastic, l1, dwf)"),
-    "l2": (float, "the strength of the L2 decay beside it (elastic)"),
-    "target": (float, "the share to be zero: of weights (target, gmp) or units (oto)"),
+    "l2": (float, "the strength of the additional L2 decay (elastic)"),
+    "target": (float, "the share of zero weights (target, gmp) or units (oto)"),
     "threshold": (float, "weights below it are pruned (mp)"),
-    "depth": (int, "how many factors a weight has (dwf)"),
-    "eps": (float, "how early a unit is set to zero, 0 to 1 (oto)"),
+    "depth": (int, "the number of factors of a weight (dwf)"),
+    "eps": (float, "how early a unit is set to zero, from 0 to 1 (oto)"),
     "weight_decay": (float, "AdamW's L2 decay (adamw, mp, gmp, oto)"),
 }
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def add_task(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that select a task."""
     parser.add_argument("task", metavar="TASK", help="digits, fashion, cifar10 or shakespeare")
-    parser.add_argument(
-        "--method",
-        default="padam",
-        metavar="NAME",
-        help="adamw, padam, elastic, target, mp, gmp, oto, dwf, l1, or my_module:MyMethod "
-        "(default: padam)",
-    )
     parser.add_argument(
         "--scale", default="cpu", metavar="NAME", help="quick, cpu or paper (default: cpu)"
     )
-    parser.add_argument(
-        "--seed", type=natural_number, default=0, metavar="N", help="equal seeds, equal results"
-    )
-    parser.add_argument("--lr", type=float, metavar="X", help="the highest (default: the task's)")
-    parser.add_argument("--steps", type=int, metavar="N", help="how many (default: the task's)")
+
+
+def add_running(parser: Any, *, threads: str, out: str) -> None:
+    """Add the arguments that say how runs are executed, to a parser or a group."""
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, ... (default: cpu)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of torch (default: its own)")
+    parser.add_argument("--threads", type=count, metavar="N", help=threads)
     parser.add_argument(
         "--checkpoint-every",
-        type=float,
+        type=seconds,
         default=30.0,
         metavar="SECONDS",
-        help="how often to save what a killed run goes on from (default: 30)",
+        help="the time between two checkpoints of a run (default: 30)",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"output folder (default: {out})")
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add_task(parser)
+    parser.add_argument(
+        "--method", default="padam", metavar="NAME", help=f"{METHODS} (default: padam)"
     )
     parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="where the run lives (default: runs/TASK-METHOD-ID)",
+        "--seed", type=natural_number, default=0, metavar="N", help="random seed (default: 0)"
     )
+    parser.add_argument(
+        "--lr", type=float, metavar="X", help="the peak learning rate (default: the task's)"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="the number of steps (default: the task's)"
+    )
+    add_running(parser, threads="torch threads (default: torch's)", out="runs/TASK-METHOD-ID")
     options = parser.add_argument_group("options of the methods")
     for name, (kind, text) in OPTIONS.items():
-        flag = f"--{name.replace('_', '-')}"
-        options.add_argument(flag, dest=name, type=kind, metavar="X", help=text)
+        options.add_argument(flag(name), dest=name, type=kind, metavar="X", help=text)
     options.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any option, for a method of your own",
+        help="any other option, for a custom method",
     )
 
 
-def chosen_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The methods' options that were given."""
+def _chosen_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the method options that were given."""
     chosen = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     for text in args.option:
         name, value = option(text)
         if name in ("scale", "seed", "lr", "steps"):
-            raise UsageError(f"--option is for the method's own options; use --{name} {value}")
+            raise UsageError(f"--option is for the method's options; use --{name} {value}")
         chosen[name] = value
     return chosen
 
@@ -85,10 +100,6 @@ def _run(args: argparse.Namespace) -> int:
     from pdecay.lab.train.records import RecordError
     from pdecay.lab.train.training import RunError, Settings
 
-    if args.threads is not None and args.threads < 1:
-        raise UsageError(f"--threads must be at least 1, got {args.threads}")
-    if not args.checkpoint_every >= 0:
-        raise UsageError(f"--checkpoint-every must be >= 0, got {args.checkpoint_every}")
     try:
         settings = Settings.of(
             args.task,
@@ -97,10 +108,10 @@ def _run(args: argparse.Namespace) -> int:
             seed=args.seed,
             lr=args.lr,
             steps=args.steps,
-            **chosen_options(args),
+            **_chosen_options(args),
         )
     except (TypeError, ValueError) as error:
-        raise UsageError(" ".join(str(error).split())) from None
+        raise UsageError(str(error)) from None
     method = settings.method.rpartition(":")[2]
     out = args.out or Path("runs") / f"{settings.task}-{method}-{settings.id}"
     check_writable(out)
@@ -119,7 +130,7 @@ def _run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "train",
-    "train one network for sparsity with one method; a killed run goes on where it was",
+    "train one sparse network; the same command resumes a killed run",
     "pdecay train shakespeare --method padam --p 0.8 --lam 0.02 --lr 1e-2 --out runs/my-run",
     _arguments,
     _run,

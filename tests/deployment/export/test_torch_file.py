@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import pdecay
-from pdecay import cli
 from pdecay.deployment.compact import compact
 from pdecay.deployment.export import export_torch
 from pdecay.deployment.files import load, save
@@ -58,16 +57,6 @@ def project(tmp_path, monkeypatch):
     sys.modules.pop("users_model", None)
 
 
-def run(capsys, *argv, code=0):
-    assert cli.main(list(argv)) == code
-    shown = capsys.readouterr()
-    if code:
-        assert shown.err.count("\n") == 1
-        return shown.err
-    assert shown.err == ""
-    return shown.out
-
-
 def dead_units():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -107,29 +96,29 @@ def test_failed_export_leaves_no_file(tmp_path):
     export_torch(Local(3, 2), tmp_path / "model.pt2", torch.randn(1, 3))
 
 
-def test_compact_prints_removed_units(capsys, project):
-    shown = run(capsys, "compact", "users_model:dead")
+def test_compact_prints_removed_units(run_cli, project):
+    shown = run_cli("compact", "users_model:dead")
     assert shown.startswith("50 parameters -> 32 (36.0% fewer)\nremoved 3 units")
     assert "one.weight  8x3       5x3" in shown
     assert [file.name for file in project.iterdir() if file.is_file()] == ["users_model.py"]
 
 
-def test_compact_writes_program(capsys, project):
-    shown = run(capsys, "compact", "users_model:dead", "--out", "small.pt2")
+def test_compact_writes_program(run_cli, project):
+    shown = run_cli("compact", "users_model:dead", "--out", "small.pt2")
     assert "written: small.pt2" in shown
     assert torch.export.load("small.pt2").module()(torch.randn(4, 3)).shape == (4, 2)
 
 
-def test_compact_needs_exact_zeros_or_prune(capsys, project):
-    shown = run(capsys, "compact", "users_model:small")
+def test_compact_needs_exact_zeros_or_prune(run_cli, project):
+    shown = run_cli("compact", "users_model:small")
     assert "removed 0 units" in shown
-    assert "only exact zeros count (--prune T makes them)" in shown
-    shown = run(capsys, "compact", "users_model:small", "--prune", "1e-6")
+    assert "only exact zeros count (--prune T sets them)" in shown
+    shown = run_cli("compact", "users_model:small", "--prune", "1e-6")
     assert "removed 3 units" in shown
 
 
 @pytest.mark.parametrize("kind", ["torch", "sparse", "dense"])
-def test_compact_loads_weights_from_file(capsys, project, kind):
+def test_compact_loads_weights_from_file(run_cli, project, kind):
     import users_model
 
     model, _ = users_model.dead()
@@ -137,17 +126,17 @@ def test_compact_loads_weights_from_file(capsys, project, kind):
         torch.save(model.state_dict(), "weights.pt")
     else:
         save(model, "weights.pt", dense=kind == "dense")
-    shown = run(capsys, "compact", "users_model:build", "--weights", "weights.pt")
+    shown = run_cli("compact", "users_model:build", "--weights", "weights.pt")
     assert "removed 3 units" in shown
 
 
-def test_export_writes_onnx_sparse_and_dense_files(capsys, project):
+def test_export_writes_onnx_sparse_and_dense_files(run_cli, project):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     import users_model
 
-    shown = run(
-        capsys, "export", "users_model:dead", "--onnx", "m.onnx", "--sparse", "sparse.safetensors",
+    shown = run_cli(
+        "export", "users_model:dead", "--onnx", "m.onnx", "--sparse", "sparse.safetensors",
         "--dense", "dense.safetensors",
     )  # fmt: skip
     assert "compacted: 50 parameters -> 32\nm.onnx: " in shown
@@ -177,29 +166,29 @@ def test_export_writes_onnx_sparse_and_dense_files(capsys, project):
         (["compact", "users_model:dead", "--weights", "users_model.py"], "users_model.py: "),
         (["compact", "users_model:dead", "--weights", "other.pt"], "does not fit the model"),
         (["compact", "users_model:dead", "--prune", "-1"], "--prune: threshold"),
-        (["compact", "."], "holds no finished run of pdecay train"),
+        (["compact", "."], "has no finished run of pdecay train"),
         (["export", "users_model:dead"], "give --onnx, --sparse or --dense"),
         (["export", "users_model:dead", "--onnx", "users_model.py/m.onnx"], "cannot write to"),
         (["export", "users_model:dead", "--onnx", "users_model.py"], "--onnx: the name must end"),
         (["export", "users_model:dead", "--dense", "m.pt"], "--dense: the name must end"),
         (
             ["export", "users_model:dead", "--dense", "m.safetensors", "--sparse", "m.safetensors"],
-            "--sparse and --dense are two files, got 'm.safetensors' for both",
+            "--sparse and --dense must be different files, got 'm.safetensors' for both",
         ),
     ],
 )
-def test_errors_are_one_line(capsys, project, argv, message):
+def test_errors_are_one_line(run_cli, project, argv, message):
     torch.save(nn.Linear(2, 2).state_dict(), "other.pt")
     (project / "folder.pt2").mkdir()
-    assert message in run(capsys, *argv, code=2)
+    assert message in run_cli(*argv, code=2)
 
 
-def test_compact_reads_training_run(capsys, project):
+def test_compact_reads_training_run(run_cli, project):
     from pdecay.lab.train.training import Settings, train
 
     pytest.importorskip("sklearn")
     settings = Settings.of("digits", "padam", scale="quick", steps=60, p=0.5, lam=0.5)
     train(settings, project / "run")
-    shown = run(capsys, "compact", "run", "--out", "small.pt2")
+    shown = run_cli("compact", "run", "--out", "small.pt2")
     assert "parameters ->" in shown
     assert pdecay.sparsity(torch.export.load("small.pt2").module()).total >= 0

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import pdecay
-from pdecay import cli
 from pdecay.deployment.files import FileFormatError, save
 from pdecay.deployment.inspect import histogram, inspect
 
@@ -167,17 +166,10 @@ def test_histogram():
     assert histogram.draw_text(histogram.empty(), 0) == []
 
 
-def run(capsys, *argv):
-    code = cli.main(["inspect", *map(str, argv)])
-    shown = capsys.readouterr()
-    assert code == 0, shown.err
-    return shown.out
-
-
-def test_command_prints_table_and_histogram(capsys, tmp_path):
+def test_command_prints_table_and_histogram(run_cli, tmp_path):
     model = network()
     path = write("sparse", model, tmp_path)
-    out = run(capsys, path)
+    out = run_cli("inspect", path)
     assert out.startswith(f"{path}: pdecay sparse file, {path.stat().st_size:,} bytes\n")
     assert "  model: torch.nn.modules.container.Sequential\n" in out
     row = next(line for line in out.splitlines() if line.startswith("0.weight")).split()
@@ -192,9 +184,9 @@ def test_command_prints_table_and_histogram(capsys, tmp_path):
     assert all(line == line.rstrip() for line in out.splitlines())
 
 
-def test_command_prints_json(capsys, tmp_path):
+def test_command_prints_json(run_cli, tmp_path):
     path = write("sparse", network(), tmp_path)
-    data = json.loads(run(capsys, path, "--json"))
+    data = json.loads(run_cli("inspect", path, "--json"))
     assert data == json.loads(json.dumps(inspect(path).to_dict()))
     assert data["bytes"] == path.stat().st_size
     assert data["layers"][0]["name"] == "0.weight"
@@ -202,27 +194,27 @@ def test_command_prints_json(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_command_draws_figure(capsys, tmp_path, suffix):
+def test_command_draws_figure(run_cli, tmp_path, suffix):
     path = write("torch", network(), tmp_path)
     picture = tmp_path / "new" / f"weights.{suffix}"
-    assert run(capsys, path, "--plot", picture).endswith(f"written: {picture}\n")
+    assert run_cli("inspect", path, "--plot", picture).endswith(f"written: {picture}\n")
     first = picture.read_bytes()
     assert first.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
-    run(capsys, path, "--plot", picture)
+    run_cli("inspect", path, "--plot", picture)
     assert picture.read_bytes() == first
     if suffix == "svg":
         assert b"3.weight" in first or b"weight" in first
 
 
-def test_figures_of_empty_files(capsys, tmp_path):
+def test_figures_of_empty_files(run_cli, tmp_path):
     for state in ({}, {"w": torch.zeros(3, 4)}, {"steps": torch.tensor(3)}, {"b": torch.ones(3)}):
         save(state, tmp_path / "file")
-        run(capsys, tmp_path / "file", "--plot", tmp_path / "picture.png")
+        run_cli("inspect", tmp_path / "file", "--plot", tmp_path / "picture.png")
 
 
-def test_terminal_control_codes_are_escaped(capsys, tmp_path):
+def test_terminal_control_codes_are_escaped(run_cli, tmp_path):
     save({"a\x1b[31m\nü": torch.ones(3)}, tmp_path / "file", metadata={"k\n": "\x1b]0;x\x07"})
-    out = run(capsys, tmp_path / "file")
+    out = run_cli("inspect", tmp_path / "file")
     assert out.isascii()
     assert "\x1b" not in out
     assert r"a\x1b[31m\n\xfc" in out
@@ -233,18 +225,9 @@ class Unsafe:
         return os.system, ("echo harm",)
 
 
-def test_errors_are_one_line(capsys, tmp_path):
+def test_errors_are_one_line(run_cli, tmp_path):
     def error_of(*argv):
-        try:
-            code = cli.main(["inspect", *map(str, argv)])
-        except SystemExit as exit_:
-            code = exit_.code
-        shown = capsys.readouterr()
-        assert code == 2
-        assert shown.out == ""
-        assert shown.err.count("\n") == 1
-        assert "\x1b" not in shown.err  # torch colours its errors
-        return shown.err
+        return run_cli("inspect", *argv, code=2)
 
     (tmp_path / "text").write_text("hello, this is not a weight file")
     assert "damaged or not a safetensors file" in error_of(tmp_path / "text")
@@ -288,7 +271,7 @@ def test_sparse_and_strided_tensors_of_torch_files(tmp_path):
         inspect(tmp_path / "file.pt")
 
 
-def test_figure_needs_matplotlib_but_table_does_not(capsys, tmp_path, monkeypatch):
+def test_figure_needs_matplotlib_but_table_does_not(run_cli, tmp_path, monkeypatch):
     class Missing:
         def find_spec(self, fullname, path=None, target=None):
             if fullname.partition(".")[0] == "matplotlib":
@@ -300,8 +283,8 @@ def test_figure_needs_matplotlib_but_table_does_not(capsys, tmp_path, monkeypatc
     monkeypatch.delattr(pdecay.lab, "weight_figure", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     save({"w": torch.ones(3)}, tmp_path / "file")
-    run(capsys, tmp_path / "file")
-    assert cli.main(["inspect", str(tmp_path / "file"), "--plot", str(tmp_path / "x.png")]) == 2
-    assert capsys.readouterr().err == (
+    run_cli("inspect", tmp_path / "file")
+    error = run_cli("inspect", tmp_path / "file", "--plot", tmp_path / "x.png", code=2)
+    assert error == (
         "pdecay inspect: error: matplotlib is not installed: pip install 'pdecay[lab]'\n"
     )
