@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from pdecay.deployment.layers.modules import SparseLinear as SparseLinear
     from pdecay.deployment.model.errors import DeploymentError as DeploymentError
     from pdecay.deployment.model.errors import ExportError as ExportError
-    from pdecay.deployment.runtime.deploying import DeployReport as DeployReport
-    from pdecay.deployment.runtime.deploying import deploy as deploy
+    from pdecay.deployment.runtime.pipeline import DeployReport as DeployReport
+    from pdecay.deployment.runtime.pipeline import deploy as deploy
 
 __version__ = "0.1.0"
 
@@ -102,8 +102,8 @@ _HOME = {
     "SparseLinear": "deployment.layers.modules",
     "DeploymentError": "deployment.model.errors",
     "ExportError": "deployment.model.errors",
-    "DeployReport": "deployment.runtime.deploying",
-    "deploy": "deployment.runtime.deploying",
+    "DeployReport": "deployment.runtime.pipeline",
+    "deploy": "deployment.runtime.pipeline",
 }
 _SUBMODULES = ("prox",)
 

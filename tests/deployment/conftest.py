@@ -1,4 +1,4 @@
-"""What the tests of deployed models share."""
+"""Fixtures of the deployment tests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Decides what is faster, instead of the clock: sparse is, by default, and so is the model."""
+    """Replace the timing: by default sparse layers and the sparse model are the fastest."""
 
-    from pdecay.deployment.runtime import deploying as runtime
+    from pdecay.deployment.runtime import pipeline
 
     class Clock:
         sparse = 1.0
@@ -30,16 +30,16 @@ def clock(monkeypatch):
             return [self.dense, self.sparse]
 
     clock = Clock()
-    monkeypatch.setattr(runtime, "interleaved", clock)
+    monkeypatch.setattr(pipeline, "interleaved", clock)
     return clock
 
 
 @pytest.fixture
 def peak_memory() -> Iterator[Callable[[Callable[[], T], int], tuple[T, int]]]:
-    """Runs an action; gives its result and the bytes that it took at its peak.
+    """Run an action; return its result and its peak memory in bytes.
 
-    Imports at a first use and other threads of the process take memory too, now and then. What
-    the action itself takes, it takes each time: one above the limit is run again.
+    Imports at first use and other threads may allocate memory, too. An action above the limit is
+    therefore run again, up to three times.
     """
 
     def measure(action: Callable[[], T], limit: int) -> tuple[T, int]:

@@ -1,4 +1,4 @@
-"""deploy on networks that are put together at random, against the dense ones, at other sizes."""
+"""deploy on random networks, compared with the dense ones at several input sizes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn import functional
 
 from pdecay.deployment.layers import kernel as layers_kernel
 from pdecay.deployment.layers.modules import SparseLayer
-from pdecay.deployment.runtime.deploying import deploy
+from pdecay.deployment.runtime.pipeline import deploy
 
 pytestmark = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
 
 
 class Step(nn.Module):
-    """Two layers, a norm and a shared ReLU, used in one of the ways that people write."""
+    """Two layers, a norm and a shared ReLU, combined in a random common pattern."""
 
     def __init__(self, channels: int, relu: nn.ReLU, dice: random.Random, images: bool) -> None:
         super().__init__()
@@ -25,10 +25,10 @@ class Step(nn.Module):
         norm = nn.BatchNorm2d if images else nn.BatchNorm1d
         self.norm = norm(channels) if dice.random() < 0.6 else nn.Identity()
         self.relu = relu
-        self.way = dice.choice(WAYS)
+        self.pattern = dice.choice(PATTERNS)
 
     def forward(self, x):
-        return self.way(self, x)
+        return self.pattern(self, x)
 
 
 def layer(channels: int, dice: random.Random, images: bool) -> nn.Module:
@@ -83,20 +83,20 @@ def scaled(step, x):
 
 
 def with_the_mean(step, x):
-    """The layer's output is the smaller one of a sum, unless there is one row or pixel only."""
+    """The sum broadcasts the layer's output, unless there is only one row or pixel."""
     mean = x.mean((2, 3) if x.dim() == 4 else 0, keepdim=True)
     return functional.relu(step.second(mean) + step.first(x).tanh())
 
 
-WAYS = [plain, activated, residual, residual_in_place, two_branches]
-WAYS += [preactivated, repeated, scaled, with_the_mean]
+PATTERNS = [plain, activated, residual, residual_in_place, two_branches]
+PATTERNS += [preactivated, repeated, scaled, with_the_mean]
 
 
 def network(dice: random.Random, images: bool) -> nn.Sequential:
     relu = nn.ReLU(inplace=dice.random() < 0.5)
     channels = dice.choice([4, 8, 17, 32])
     steps = [Step(channels, relu, dice, images) for _ in range(dice.randint(1, 4))]
-    model = nn.Sequential(*steps, *steps[: dice.choice([0, 0, 1])])  # one may be called twice
+    model = nn.Sequential(*steps, *steps[: dice.choice([0, 0, 1])])  # the first may be called twice
     zeros = dice.choice([0.5, 0.7, 0.9, 0.95, 0.99])
     with torch.no_grad():
         for module in model.modules():
@@ -111,7 +111,7 @@ def network(dice: random.Random, images: bool) -> nn.Sequential:
 
 @pytest.mark.parametrize("seed", range(30))
 @torch.no_grad()
-def test_a_network_put_together_at_random(clock, seed):
+def test_random_network(clock, seed):
     dice = random.Random(seed)
     torch.manual_seed(seed)
     images = dice.random() < 0.65

@@ -108,8 +108,8 @@ class SparseLayer(nn.Module):
         zeros = self.values.new_zeros(self.shape.out_channels, columns)
         return self._shaped(zeros.index_put((outputs, self.columns.long()), self.values))
 
-    def take_in_relu(self) -> None:
-        """Make a ReLU that follows part of this layer."""
+    def enable_relu(self) -> None:
+        """Apply a ReLU to the output from now on."""
         self.relu = True
         self._forget()
 

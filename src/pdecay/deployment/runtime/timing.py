@@ -1,4 +1,4 @@
-"""Times of several functions, taken in turns in one run: on a busy machine all suffer alike."""
+"""Timing of several functions in turns, so that load on the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def interleaved(
     seconds: float = 0.1,
     turn: float = 2e-3,
 ) -> list[float]:
-    """The median time of a call of each function, in seconds.
+    """Return the median seconds per call of each function.
 
-    In a turn a function is called again and again, as a server would. The first two calls, which
-    may compile and allocate, are not timed; nor is the first of each turn, which finds the caches
-    and the heap as the function before it left them.
+    In its turn, a function is called repeatedly, as in a server. Untimed are its first two calls,
+    which may compile and allocate, and the first call of each turn, which runs with the caches
+    that the previous function left.
 
     Args:
-        functions: what to time.
-        rounds: how many turns each has at least.
-        seconds: it goes on for so long in all, in rounds.
-        turn: the seconds of a turn.
+        functions: the functions to time.
+        rounds: the minimum number of turns of each function.
+        seconds: the minimum total time; more rounds follow until it is reached.
+        turn: the seconds of one turn.
     """
     calls = []
     for function in functions:
@@ -33,14 +33,14 @@ def interleaved(
     times: list[list[float]] = [[] for _ in functions]
     end = time.perf_counter() + seconds
     while len(times[0]) < rounds or time.perf_counter() < end:
-        for function, count, taken in zip(functions, calls, times, strict=True):
+        for function, count, measured in zip(functions, calls, times, strict=True):
             function()
-            taken.append(_time(function, count))
-    return [statistics.median(taken) for taken in times]
+            measured.append(_time(function, count))
+    return [statistics.median(measured) for measured in times]
 
 
 def _time(function: Callable[[], object], count: int) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(count):
         function()
-    return (time.perf_counter() - began) / count
+    return (time.perf_counter() - start) / count

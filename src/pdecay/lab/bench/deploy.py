@@ -25,7 +25,7 @@ from pdecay._utils.files import replacing
 from pdecay.deployment.export.onnx import check_installed
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer, SparseLinear
 from pdecay.deployment.model.program import quiet
-from pdecay.deployment.runtime.deploying import DeployReport, deploy
+from pdecay.deployment.runtime.pipeline import DeployReport, deploy
 from pdecay.deployment.runtime.timing import interleaved
 from pdecay.lab.models import MLP, ResNet
 from pdecay.lab.tasks import Task, task

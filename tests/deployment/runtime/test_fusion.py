@@ -1,4 +1,4 @@
-"""What follows a sparse layer in a forward becomes part of it, however people write it."""
+"""Fusion of ReLUs and sums into sparse layers, in the usual ways to write a forward."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from pdecay.deployment.layers import kernel as layers_kernel
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer
-from pdecay.deployment.runtime.fusing import fuse
+from pdecay.deployment.runtime.fusion import fuse
 
 pytestmark = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
 
 
 class Block(nn.Module):
-    """A residual block; subclasses write its forward in their own way."""
+    """A residual block whose forward is defined by subclasses."""
 
     def __init__(self):
         super().__init__()
@@ -57,8 +57,8 @@ class InPlace(Block):
         return self.relu(y)
 
 
-class Otherwise(Block):
-    """The sum's other way round, and nothing after it."""
+class ReversedSum(Block):
+    """The layer is the second summand, and no ReLU follows."""
 
     def forward(self, x):
         return x + self.norm(self.second(functional.relu(self.first(x), inplace=True)))
@@ -72,23 +72,23 @@ def counts(model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "taken"),
-    [(Functions, BOTH), (Methods, BOTH), (InPlace, BOTH), (Otherwise, BOTH[:2])],
+    ("kind", "fused"),
+    [(Functions, BOTH), (Methods, BOTH), (InPlace, BOTH), (ReversedSum, BOTH[:2])],
 )
-def test_relus_and_sums_are_taken_in(kind, taken):
+def test_relus_and_sums_are_fused(kind, fused):
     model, x = kind(), torch.randn(2, 4, 9, 9)
     with torch.inference_mode():
         wanted = model(x.clone())
-        assert fuse(model, counts(model)) == taken
-        model(x.clone())  # what it plans, it plans now
-        calls = watched(model, x.clone())
+        assert fuse(model, counts(model)) == fused
+        model(x.clone())  # creates the plans
+        calls = called_functions(model, x.clone())
         assert not {"relu", "relu_", "add", "add_", "__iadd__"} & calls
         torch.testing.assert_close(model(x), wanted)
         torch.testing.assert_close(model(x[:1]), wanted[:1])  # another size
 
 
-def watched(model, x):
-    """The names of the torch functions that a run calls."""
+def called_functions(model, x):
+    """Return the names of the torch functions that a run calls."""
     names = set()
 
     class Watch(torch.overrides.TorchFunctionMode):
@@ -101,18 +101,18 @@ def watched(model, x):
     return names
 
 
-@pytest.mark.parametrize("way", ["copy", "pickle", "save", "double"])
-def test_a_fused_model_is_still_a_module(way):
+@pytest.mark.parametrize("method", ["copy", "pickle", "save", "double"])
+def test_fused_model_copies_and_converts(method):
     model, x = InPlace(), torch.randn(2, 4, 9, 9)
     with torch.inference_mode():
         wanted = model(x)
     fuse(model, counts(model))
     names = list(model.state_dict())
-    if way == "copy":
+    if method == "copy":
         other = copy.deepcopy(model)
-    elif way == "pickle":
+    elif method == "pickle":
         other = pickle.loads(pickle.dumps(model))
-    elif way == "save":
+    elif method == "save":
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
@@ -124,22 +124,22 @@ def test_a_fused_model_is_still_a_module(way):
     assert list(other.state_dict()) == names
     with torch.no_grad():
         torch.testing.assert_close(other(x), wanted, rtol=1e-4, atol=1e-5)
-        if way != "double":  # it is a model of its own
+        if method != "double":  # the copy shares no buffers
             for parameter in other.buffers():
                 parameter.data.zero_()
             torch.testing.assert_close(model(x), wanted)
 
 
-class Spreads(Block):
-    """The layer's output is the smaller one of the sum, but not on the example."""
+class Broadcasts(Block):
+    """The other summand broadcasts the layer's output, but not on the example."""
 
     def forward(self, x):
         mean = functional.adaptive_avg_pool2d(x, 1)
         return functional.relu(self.short(mean) + self.first(x).tanh())
 
 
-def test_a_sum_may_be_larger_than_the_layers_output():
-    model, x = Spreads(), torch.randn(2, 4, 9, 9)
+def test_sum_may_broadcast_layer_output():
+    model, x = Broadcasts(), torch.randn(2, 4, 9, 9)
     with torch.inference_mode():
         wanted = model(x)
         assert "the sum after short" in fuse(model, counts(model))
@@ -148,14 +148,14 @@ def test_a_sum_may_be_larger_than_the_layers_output():
 
 
 class InPlaceBetween(Block):
-    """What the first layer reads is changed before the sum, where the example may not show it."""
+    """The first layer's input is changed in place before the sum."""
 
     def forward(self, x):
         short = self.short(x)
         return self.second(self.relu(x)) + short
 
 
-def test_a_layer_is_not_moved_past_what_changes_its_input():
+def test_layer_is_not_moved_past_in_place_change():
     model = InPlaceBetween()
     x = torch.randn(2, 4, 9, 9)
     with torch.inference_mode():
@@ -209,14 +209,14 @@ class Hooked(Block):
 
 
 class Reused(Block):
-    """Called twice, and followed by a ReLU once."""
+    """A layer that is called twice and followed by a ReLU once."""
 
     def forward(self, x):
         return functional.relu(self.first(x)) + self.first(x - 1)
 
 
 class Remembers(Block):
-    """What a trace would write into it would be no tensor."""
+    """A forward that stores its result in the module."""
 
     def __init__(self):
         super().__init__()
@@ -241,13 +241,13 @@ class MayBeNone(Block):
         return y if mask is None else y * mask
 
 
-class AsksForTheType(Block):
+class ChecksType(Block):
     def forward(self, x):
         return functional.relu(self.first(x[0] if isinstance(x, list) else x))
 
 
 class Replaced(Block):
-    """Its forward is not its class's, which fx would trace."""
+    """A forward set on the instance; torch.fx would trace the class's."""
 
     def __init__(self):
         super().__init__()
@@ -269,10 +269,10 @@ class ByName(Block):
     "kind",
     [
         *(Branches, Optional, UsedTwice, ChangesTheOther, Scaled, OwnTensor, Hooked, Reused),
-        *(Remembers, Counts, MayBeNone, AsksForTheType, Replaced, ByName),
+        *(Remembers, Counts, MayBeNone, ChecksType, Replaced, ByName),
     ],
 )
-def test_what_would_change_the_result_stays(kind):
+def test_unsafe_forwards_are_not_fused(kind):
     model = kind()
     called = {**counts(model), model.first: 2 if kind is Reused else 1}
     before = model.forward

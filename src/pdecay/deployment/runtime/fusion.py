@@ -1,9 +1,10 @@
-"""ReLUs and sums that follow a sparse layer, made part of it.
+"""Fusion of ReLUs and sums into the sparse layer before them.
 
-What a module's forward does with a layer's output, by a function, a method or a module, is seen by
-tracing it with ``torch.fx``, its submodules as black boxes. The module stays what it is; its
-forward becomes one with fewer steps. A forward is left alone if it cannot be traced, has tensors of
-its own, changes its module, or asks what its arguments are: a trace knows one answer only.
+Each module's forward is traced with ``torch.fx``, with submodules as leaves. ReLUs and sums may be
+functions, methods or modules. The module keeps its class and state; only its forward is replaced.
+
+A forward is skipped if it cannot be traced, uses tensors of its module, changes its module, or
+branches on its arguments: a trace contains only one branch.
 """
 
 from __future__ import annotations
@@ -21,33 +22,36 @@ from torch.utils._pytree import tree_leaves
 
 from pdecay.deployment.layers.modules import SparseLayer
 from pdecay.deployment.model.state import shared_copy
-from pdecay.deployment.runtime.wiring import has_hooks
+from pdecay.deployment.runtime.usage import has_hooks
 
 _RELUS = {functional.relu, functional.relu_, torch.relu, torch.relu_, "relu", "relu_"}
-_SUMS = {operator.add, torch.add, "add"}  # fx takes += for +
+_SUMS = {operator.add, torch.add, "add"}  # fx records += as +
 
 
 def fuse(model: nn.Module, counts: Mapping[nn.Module, int]) -> list[str]:
-    """Change a model's forwards so that its sparse layers do what follows them. What was taken in.
+    """Fuse ReLUs and sums into the sparse layers of a model, in place.
 
     Args:
-        model: with sparse layers in it; it is changed.
-        counts: how often each of its modules is called in a run.
+        model: the model with sparse layers.
+        counts: the number of calls of each module in a run.
+
+    Returns:
+        Descriptions of the fused operations.
     """
-    told = []
+    fused = []
     for name, module in model.named_modules():
-        graph = _traced(module)
+        graph = _trace(module)
         if graph is None:
             continue
         _drop_identities(graph, module)
-        taken = [
-            f"the {what} after {name}.{layer}" if name else f"the {what} after {layer}"
-            for layer, what in _fuse_in(graph, module, counts)
+        operations = [
+            f"the {kind} after {name}.{layer}" if name else f"the {kind} after {layer}"
+            for layer, kind in _fuse_graph(graph, module, counts)
         ]
-        if taken:
+        if operations:
             module.forward = fx.GraphModule(module, graph).forward
-            told += taken
-    return told
+            fused += operations
+    return fused
 
 
 class _Tracer(fx.Tracer):
@@ -55,47 +59,48 @@ class _Tracer(fx.Tracer):
         return True
 
 
-def _traced(module: nn.Module) -> fx.Graph | None:
-    """What a module's forward does, if it is one of the user's, with sparse layers, and simple."""
+def _trace(module: nn.Module) -> fx.Graph | None:
+    """Return the graph of a module's forward; None if it must not be rewritten."""
     if isinstance(module, SparseLayer) or type(module).__module__.startswith("torch."):
         return None
     if not any(isinstance(one, SparseLayer) for one in module.modules()):
         return None
-    # fx traces the class's forward.
-    if "forward" in vars(module) or _asks_what_it_is_given(module.forward):
+    # torch.fx traces the forward of the class, not one set on the instance.
+    if "forward" in vars(module) or _may_branch_on_arguments(module.forward):
         return None
-    # A copy, as the forward may keep what it is given: stand-ins for tensors.
+    # Trace a copy: the forward may store the proxies of its arguments in the module.
     twin = shared_copy(module)
     before = _state(twin)
     try:
         graph = _Tracer().trace(twin)
-    except Exception:  # whatever a forward does with the stand-ins may fail
+    except Exception:  # operations on proxies may fail
         return None
     after = _state(twin)
     if len(before) != len(after) or any(map(operator.is_not, before, after)):
         return None
-    # Its own tensors would be held twice, and part ways when the model is converted.
+    # Tensors of the module would be copied into the graph and not follow later conversions.
     return None if any(node.op == "get_attr" for node in graph.nodes) else graph
 
 
-def _asks_what_it_is_given(forward: Any) -> bool:
-    """Whether a forward may do one thing for a tensor and another for something else."""
-    given = inspect.signature(forward).parameters.values()
-    # An argument with a default is often one that the forward branches on.
+def _may_branch_on_arguments(forward: Any) -> bool:
+    """Return whether a forward may branch on the kind of its arguments."""
+    parameters = inspect.signature(forward).parameters.values()
+    # A forward often branches on optional arguments.
     if any(
-        one.kind is not one.POSITIONAL_OR_KEYWORD or one.default is not one.empty for one in given
+        one.kind is not one.POSITIONAL_OR_KEYWORD or one.default is not one.empty
+        for one in parameters
     ):
         return True
     code = getattr(inspect.unwrap(forward), "__code__", None)
     if code is None or "isinstance" in code.co_names:
         return True
     names = [step.opname for step in dis.get_instructions(code)]
-    # "is None" asks for an attribute, as a rule; among several arguments, one may be optional.
-    return len(given) > 1 and any("IS_OP" in name or name.endswith("_NONE") for name in names)
+    # With one argument, "is None" usually tests an attribute; with several, maybe an argument.
+    return len(parameters) > 1 and any("IS_OP" in name or name.endswith("_NONE") for name in names)
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """All that a module and those in it hold."""
+    """Return the attributes of a module and its submodules."""
     return tree_leaves([vars(one) for one in module.modules()])
 
 
@@ -107,11 +112,15 @@ def _drop_identities(graph: fx.Graph, module: nn.Module) -> None:
             graph.erase_node(node)
 
 
-def _fuse_in(
+def _fuse_graph(
     graph: fx.Graph, module: nn.Module, counts: Mapping[nn.Module, int]
 ) -> list[tuple[str, str]]:
-    """Take in what follows each layer that is called here alone, and once."""
-    told = []
+    """Fuse operations after layers that this forward calls exactly once.
+
+    Returns:
+        Pairs of a layer's name and the kind of the fused operation.
+    """
+    fused = []
     for node in list(graph.nodes):
         layer = _called(node, module)
         if not isinstance(layer, SparseLayer) or counts.get(layer) != counts.get(module):
@@ -119,26 +128,27 @@ def _fuse_in(
         if len(node.args) != 1 or node.kwargs or layer.relu or has_hooks(layer):
             continue
         user = _only_user(node)
-        other = _added(user, node)
-        # The layer will be called where the sum is: nothing in between may change what it reads.
+        other = _other_summand(user, node)
+        # The layer call moves to the sum: nothing in between may change the layer's input.
         if user is not None and other is not None and not _writes_between(node, user, module):
             with graph.inserting_before(user):
-                both = graph.call_module(node.target, (*node.args, other))
-            user.replace_all_uses_with(both)
+                call = graph.call_module(node.target, (*node.args, other))
+            user.replace_all_uses_with(call)
             graph.erase_node(user)
             graph.erase_node(node)
-            node = both
-            told.append((str(node.target), "sum"))
+            node = call
+            fused.append((str(node.target), "sum"))
         user = _only_user(node)
         if user is not None and _is_relu(user, module):
             user.replace_all_uses_with(node)
             graph.erase_node(user)
-            layer.take_in_relu()
-            told.append((str(node.target), "ReLU"))
-    return told
+            layer.enable_relu()
+            fused.append((str(node.target), "ReLU"))
+    return fused
 
 
 def _called(node: fx.Node, module: nn.Module) -> Any:
+    """Return the submodule that a node calls; None for other nodes."""
     return module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
@@ -147,8 +157,8 @@ def _only_user(node: fx.Node) -> fx.Node | None:
     return users[0] if len(users) == 1 else None
 
 
-def _added(user: fx.Node | None, node: fx.Node) -> fx.Node | None:
-    """What is added to the node, if that is all that its user does."""
+def _other_summand(user: fx.Node | None, node: fx.Node) -> fx.Node | None:
+    """Return the node that the user adds to the given one; None if it does something else."""
     if user is None or len(user.args) != 2 or user.kwargs:
         return None
     if user.op not in ("call_function", "call_method"):
@@ -158,7 +168,7 @@ def _added(user: fx.Node | None, node: fx.Node) -> fx.Node | None:
         return None
     if first is node and user.target in (*_SUMS, "add_"):
         return second
-    # In place, the other one would be changed: somebody may read it later.
+    # An in-place sum would change the other summand, which may be read later.
     return first if second is node and user.target in _SUMS else None
 
 
@@ -170,7 +180,7 @@ def _writes_between(first: fx.Node, last: fx.Node, module: nn.Module) -> bool:
 
 
 def _may_write(node: fx.Node, module: nn.Module) -> bool:
-    """Whether a step may change a tensor in place."""
+    """Return whether a node may change a tensor in place."""
     if node.op == "call_module":
         return any(getattr(one, "inplace", False) for one in _called(node, module).modules())
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))

@@ -1,4 +1,4 @@
-"""deploy: the same outputs, the original untouched, and a report that says what was done."""
+"""deploy: equal outputs, an unchanged original, and a complete report."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.nn.utils import parametrize, prune
 from pdecay.deployment.compact import CompactError
 from pdecay.deployment.layers import kernel as layers_kernel
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLinear
-from pdecay.deployment.runtime import deploying as runtime
-from pdecay.deployment.runtime.deploying import deploy
+from pdecay.deployment.runtime import pipeline
+from pdecay.deployment.runtime.pipeline import deploy
 from pdecay.lab.models import CNN, GPT, MLP, ResNet
 
 pytestmark = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
@@ -27,7 +27,7 @@ def _seed():
 
 
 def mostly_zero(model, sparsity=0.9):
-    """Random zeros, but no unit without a weight: nothing to remove."""
+    """Set random weights to zero but leave no dead unit, so that compact removes nothing."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -40,8 +40,8 @@ def mostly_zero(model, sparsity=0.9):
     return model
 
 
-def settled(model, *inputs):
-    """Batch norms that have seen something."""
+def with_batch_statistics(model, *inputs):
+    """Give batch norms running statistics and random affine parameters."""
     model.train()
     for _ in range(3):
         model(*inputs)
@@ -77,9 +77,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_outputs_and_the_original_as_it_was(clock, name):
+def test_outputs_are_equal_and_original_is_unchanged(clock, name):
     model, x = CASES[name]()
-    model = settled(mostly_zero(model), x)
+    model = with_batch_statistics(mostly_zero(model), x)
     before = copy.deepcopy(model.state_dict())
     deployed = deploy(model, x)
     assert model.training
@@ -93,8 +93,8 @@ def test_the_same_outputs_and_the_original_as_it_was(clock, name):
     assert_same(deployed, model, x)
 
 
-def test_batch_norms_and_relus_become_part_of_the_layers(clock):
-    model = settled(mostly_zero(ResNet(4, (1, 2))), torch.randn(3, 3, 16, 16))
+def test_batch_norms_and_relus_are_folded(clock):
+    model = with_batch_statistics(mostly_zero(ResNet(4, (1, 2))), torch.randn(3, 3, 16, 16))
     deployed = deploy(model, torch.randn(1, 3, 16, 16))
     assert not any(isinstance(module, nn.BatchNorm2d) for module in deployed.modules())
     assert deployed.report.folded[:2] == ("stem.1", "stages.0.norm1")
@@ -103,14 +103,14 @@ def test_batch_norms_and_relus_become_part_of_the_layers(clock):
     assert deployed.stem[0].relu
     assert isinstance(deployed.stem[2], nn.Identity)
     block = deployed.stages[0]
-    assert block.conv1.relu  # a function, as is what follows the other
+    assert block.conv1.relu  # functional ReLUs
     assert block.conv2.relu
     assert "the sum after stages.0.conv2" in deployed.report.folded
-    assert "18 in all" in str(deployed.report)
+    assert "18 in total" in str(deployed.report)
 
 
 class ChangesItsInput(nn.Module):
-    """What the second layer reads is changed before the sum that it would take in."""
+    """The second layer's input is changed in place before the sum."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ class ChangesItsInput(nn.Module):
         return z + y
 
 
-def test_a_sum_is_not_taken_in_where_that_changes_the_outputs(clock):
+def test_sum_is_not_fused_past_in_place_change(clock):
     x = torch.randn(2, 4, 8, 8)
     model = mostly_zero(ChangesItsInput(), 0.5)
     deployed = deploy(model, x)
@@ -141,7 +141,7 @@ class Mixed(nn.Module):
         return self.sparse(self.dense(x))
 
 
-def test_dense_layers_hand_on_contiguous_images(clock):
+def test_dense_layers_return_contiguous_images(clock):
     model = Mixed()
     mostly_zero(model.sparse)
     model.to(memory_format=torch.channels_last)
@@ -157,7 +157,7 @@ def test_dense_layers_hand_on_contiguous_images(clock):
 
 
 class Odd(nn.Module):
-    """Batch norms and ReLUs of which none may be folded."""
+    """No batch norm and no ReLU of this model may be folded."""
 
     def __init__(self):
         super().__init__()
@@ -176,9 +176,9 @@ class Odd(nn.Module):
         return self.relu(self.last(z)) - self.relu(z - 1), y.mean()  # a ReLU of several
 
 
-def test_what_is_used_twice_is_not_folded(clock):
+def test_outputs_used_twice_are_not_folded(clock):
     x = torch.randn(2, 2, 8, 8)
-    model = settled(mostly_zero(Odd()), x)
+    model = with_batch_statistics(mostly_zero(Odd()), x)
     deployed = deploy(model, x)
     assert deployed.report.folded == ()
     model.eval()
@@ -197,15 +197,15 @@ class Inplace(nn.Module):
         return self.body(x)
 
 
-def test_a_relu_in_place_is_folded(clock):
+def test_in_place_relu_is_folded(clock):
     x = torch.randn(2, 2, 8, 8)
-    model = settled(mostly_zero(Inplace()), x)
+    model = with_batch_statistics(mostly_zero(Inplace()), x)
     deployed = deploy(model, x)
     assert deployed.report.folded == ("body.1", "body.2")
     assert_same(deployed, model, x)
 
 
-def test_weights_that_others_use_stay_dense_and_are_named(clock):
+def test_weights_used_elsewhere_stay_dense(clock):
     model = mostly_zero(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True))
     x = torch.randn(2, 5, 16)
     deployed = deploy(model, x)
@@ -244,7 +244,7 @@ class Double(nn.Module):
         return 2 * weight
 
 
-def test_whatever_speaks_against_a_sparse_layer_is_told(clock):
+def test_report_gives_reason_for_each_dense_layer(clock):
     model = mostly_zero(Reads(), 0.7)
     nn.init.normal_(model.full.weight)
     model.hooked.register_forward_hook(lambda module, args, output: output + 1)
@@ -264,7 +264,7 @@ def test_whatever_speaks_against_a_sparse_layer_is_told(clock):
     assert_same(deployed, model, x)
 
 
-def test_a_layer_is_dense_unless_sparse_is_clearly_faster(clock):
+def test_layer_stays_dense_unless_sparse_is_clearly_faster(clock):
     clock.sparse = 1.9
     deployed = deploy(mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64))
     assert {layer.choice for layer in deployed.report.layers} == {"dense"}
@@ -282,7 +282,7 @@ def test_a_layer_is_dense_unless_sparse_is_clearly_faster(clock):
         ([1.0, 0.5, 0.9], "smaller"),
     ],
 )
-def test_the_fastest_of_the_whole_models_is_returned(clock, times, chosen):
+def test_fastest_model_is_returned(clock, times, chosen):
     clock.model = times
     model = mostly_zero(MLP(64, (32,), 10))
     deployed = deploy(model, torch.randn(3, 64))
@@ -300,7 +300,7 @@ def test_the_fastest_of_the_whole_models_is_returned(clock, times, chosen):
     }
 
 
-def test_all_calls_of_a_layer_count_with_their_shapes(clock):
+def test_layer_time_sums_over_all_calls(clock):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -324,11 +324,11 @@ def test_dead_units_are_removed_first(clock):
     assert_same(deployed, model, x)
 
 
-def test_where_compaction_refuses_the_layers_are_still_chosen(clock, monkeypatch):
-    def refuse(model, example):
+def test_layers_are_chosen_if_compaction_fails(clock, monkeypatch):
+    def fail(model, example):
         raise CompactError("too odd")
 
-    monkeypatch.setattr(runtime, "compact", refuse)
+    monkeypatch.setattr(pipeline, "compact", fail)
     model, x = mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)
     deployed = deploy(model, x)
     assert deployed.report.notes == ("not compacted: too odd",)
@@ -339,7 +339,7 @@ def test_where_compaction_refuses_the_layers_are_still_chosen(clock, monkeypatch
 
 
 class Block(nn.Module):
-    """A residual block of the usual kind: one ReLU for all, in place, and so is the sum."""
+    """A residual block with one shared in-place ReLU and an in-place sum."""
 
     def __init__(self, channels, stride=1):
         super().__init__()
@@ -364,9 +364,11 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
-def test_residual_blocks_in_place(clock, memory):
+def test_in_place_residual_blocks_are_fused(clock, memory):
     x = torch.randn(2, 4, 16, 16).to(memory_format=memory)
-    model = settled(mostly_zero(nn.Sequential(Block(4, 2), Block(8))), x).to(memory_format=memory)
+    model = with_batch_statistics(mostly_zero(nn.Sequential(Block(4, 2), Block(8))), x).to(
+        memory_format=memory
+    )
     deployed = deploy(model, x)
     assert not any(isinstance(module, nn.BatchNorm2d) for module in deployed.modules())
     for block in ("0", "1"):
@@ -377,7 +379,7 @@ def test_residual_blocks_in_place(clock, memory):
 
 
 class Outsiders(nn.Module):
-    """Layers that are no submodules: kept in a plain list, and made anew in each run."""
+    """Layers that are not submodules: in a plain list, and created in each run."""
 
     def __init__(self):
         super().__init__()
@@ -391,7 +393,7 @@ class Outsiders(nn.Module):
         return blur(conv(norm(self.conv(x))))
 
 
-def test_layers_that_are_not_the_models_are_left_alone(clock):
+def test_unregistered_layers_are_ignored(clock):
     model, x = mostly_zero(Outsiders(), 0.6), torch.randn(2, 4, 8, 8)
     deployed = deploy(model, x)
     assert [layer.name for layer in deployed.report.layers] == ["conv"]
@@ -408,7 +410,7 @@ class Centred(nn.Module):
         return self.layer(x.sub_(0.5))
 
 
-def test_the_example_stays_as_it_is(clock):
+def test_example_is_not_changed(clock):
     x = torch.randn(3, 8)
     before = x.clone()
     deployed = deploy(mostly_zero(Centred(), 0.6), x)
@@ -416,7 +418,7 @@ def test_the_example_stays_as_it_is(clock):
     assert deployed.report.chosen == "sparse"
 
 
-def test_a_model_that_never_repeats_itself_stays_dense(clock):
+def test_random_model_stays_dense(clock):
     class Noisy(nn.Module):
         def __init__(self):
             super().__init__()
@@ -430,19 +432,19 @@ def test_a_model_that_never_repeats_itself_stays_dense(clock):
     assert "not sparse: its outputs differ" in str(deployed.report)
 
 
-def test_a_model_whose_outputs_differ_is_not_deployed(clock, monkeypatch):
+def test_model_with_different_outputs_is_not_deployed(clock, monkeypatch):
     def wrong(layer, relu=False):
         made = SparseLinear(layer, relu=relu)
         made.values.mul_(1.01)
         return made
 
-    monkeypatch.setattr(runtime, "_sparse", wrong)
+    monkeypatch.setattr(pipeline, "_sparse", wrong)
     deployed = deploy(mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64))
     assert deployed.report.chosen == "smaller"
     assert "not sparse: its outputs differ by" in deployed.report.notes[0]
 
 
-def test_arguments_of_all_kinds(clock):
+def test_keyword_and_tuple_arguments(clock):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -459,21 +461,23 @@ def test_arguments_of_all_kinds(clock):
     assert deployed.report.chosen == "sparse"
 
 
-def test_mistakes(clock):
+def test_invalid_models_are_rejected(clock):
     with pytest.raises(TypeError, match="deploy needs a"):
         deploy(3, torch.randn(3))
     with pytest.raises(TypeError, match="example_inputs must be a tensor"):
         deploy(nn.Linear(2, 2), 3)
     model = nn.Linear(2, 2)
     model.report = "mine"
-    with pytest.raises(ValueError, match="the model has a `report` already"):
+    with pytest.raises(ValueError, match="the model has an attribute `report`"):
         deploy(model, torch.randn(1, 2))
     deployed = deploy(mostly_zero(nn.Linear(8, 8)), torch.randn(1, 8))
     with pytest.raises(ValueError, match="the model is deployed already"):
         deploy(deployed, torch.randn(1, 8))
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     compiled = nn.Sequential(torch.compile(model))
-    with pytest.raises(TypeError, match="0 is compiled, which hides its layers: deploy the model"):
+    with pytest.raises(
+        TypeError, match="0 is compiled, which hides its layers: deploy the original model"
+    ):
         deploy(compiled, torch.randn(1, 2))
     with pytest.raises(TypeError, match="the model is compiled"):
         deploy(torch.jit.ScriptModule(), torch.randn(1, 2))
@@ -482,14 +486,16 @@ def test_mistakes(clock):
         deploy(masked, torch.randn(1, 2))
 
 
-def test_the_report_is_a_table_plain_data_and_travels_with_the_model(clock):
-    model = settled(mostly_zero(CNN(1, 16, (4, 8), 16, 10)), torch.randn(3, 1, 16, 16))
+def test_report_is_table_and_plain_data_and_pickles(clock):
+    model = with_batch_statistics(
+        mostly_zero(CNN(1, 16, (4, 8), 16, 10)), torch.randn(3, 1, 16, 16)
+    )
     deployed = deploy(model, torch.randn(3, 1, 16, 16))
     report = deployed.report
     shown = str(report)
     assert "features.0" in shown
     assert "sparse: 2.0x" in shown
-    assert "3.00 times as fast, on 1 thread" in shown
+    assert "3.00 times as fast on 1 thread" in shown
     assert "folded into the layer before: features.1" in shown
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["speedup"] == 3.0
@@ -504,7 +510,7 @@ def test_the_report_is_a_table_plain_data_and_travels_with_the_model(clock):
     assert torch.equal(again(x), deployed(x))
 
 
-def test_without_a_compiler_everything_is_dense(clock, monkeypatch):
+def test_everything_is_dense_without_compiler(clock, monkeypatch):
     monkeypatch.setattr(layers_kernel, "available", lambda: "no C compiler found")
     model, x = mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)
     deployed = deploy(model, x)
@@ -512,7 +518,7 @@ def test_without_a_compiler_everything_is_dense(clock, monkeypatch):
     assert_same(deployed, model, x)
 
 
-def test_it_really_measures():
+def test_real_timing():
     deployed = deploy(mostly_zero(MLP(64, (256,), 10), 0.95), torch.randn(1, 64))
     first = deployed.report.layers[0]
     assert first.dense_time > 0

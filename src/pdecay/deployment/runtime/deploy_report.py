@@ -1,4 +1,4 @@
-"""What deploy measured and chose."""
+"""The report of pdecay.deploy: times, bytes and the choice for each layer."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any, Literal
 
 from pdecay._utils.tables import aligned
 
-_MOST_NAMES = 6  # of folded modules that are printed
+_MAX_NAMES = 6  # folded modules to print
 
 
 @dataclass(frozen=True)
 class DeployedLayer:
-    """One layer. Times are seconds for all of its calls on the example, None if not measured.
+    """A layer and its measurements.
 
     Args:
-        name: of the layer, as in ``model.named_modules()``.
+        name: its name in ``model.named_modules()``.
         kind: its class.
-        shape: of its weight, after compaction.
-        sparsity: the share of zeros in its weight.
-        choice: what it is in the deployed model.
-        why: what spoke for the choice.
-        dense_bytes, sparse_bytes: what the layer holds, dense and sparse.
-        dense_time, sparse_time: what it takes.
+        shape: the shape of its weight after compaction.
+        sparsity: the fraction of zeros in its weight.
+        choice: its form in the deployed model.
+        why: the reason for the choice.
+        dense_bytes, sparse_bytes: its memory in both forms.
+        dense_time, sparse_time: seconds of all its calls on the example; None if not measured.
     """
 
     name: str
@@ -39,19 +39,19 @@ class DeployedLayer:
 
 @dataclass(frozen=True)
 class DeployReport:
-    """What :func:`deploy` measured and chose. ``str()`` is a table, :meth:`to_dict` plain data.
+    """The result of :func:`deploy`; ``str()`` formats it as a table.
 
     Args:
         layers: the linear and convolutional layers.
-        chosen: which model was the fastest: with "sparse" layers; "smaller", compacted and with
-            batch norms folded, but dense; or "dense", the one that was given.
-        dense_time, deployed_time: seconds of a run on the example, as given and as deployed.
-        dense_bytes, deployed_bytes: parameters and buffers.
+        chosen: the fastest model: "sparse" has sparse layers, "smaller" is compacted and has
+            folded batch norms, "dense" is the original.
+        dense_time, deployed_time: seconds of a run on the example, original and deployed.
+        dense_bytes, deployed_bytes: bytes of parameters and buffers.
         folded: batch norms, ReLUs and sums that became part of the layer before them.
-        removed: how many units compaction removed.
+        removed: the number of units that compaction removed.
         difference: the largest difference of outputs, relative to the largest output.
-        threads: that torch had.
-        notes: whatever else is worth knowing.
+        threads: torch's number of threads.
+        notes: steps that were skipped, with reasons.
     """
 
     layers: tuple[DeployedLayer, ...]
@@ -68,11 +68,11 @@ class DeployReport:
 
     @property
     def speedup(self) -> float:
-        """How many times faster than the model that was given."""
+        """The original time divided by the deployed time."""
         return self.dense_time / self.deployed_time
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return plain data, ready for JSON."""
         layers = [{**asdict(layer), "shape": list(layer.shape)} for layer in self.layers]
         lists = {"layers": layers, "folded": list(self.folded), "notes": list(self.notes)}
         return {**asdict(self), **lists, "speedup": self.speedup}
@@ -97,21 +97,21 @@ class DeployReport:
         lines = [table[0], "-" * max(map(len, table)), *table[1:]]
         lines += [
             "",
-            f"as given {1e6 * self.dense_time:12,.1f} us {self.dense_bytes / 1e3:12,.1f} kB",
+            f"original {1e6 * self.dense_time:12,.1f} us {self.dense_bytes / 1e3:12,.1f} kB",
             f"deployed {1e6 * self.deployed_time:12,.1f} us {self.deployed_bytes / 1e3:12,.1f} kB",
-            f"{self.speedup:.2f} times as fast, on {_plural(self.threads, 'thread')}",
-            f"outputs differ by {self.difference:.1e} of the largest",
+            f"{self.speedup:.2f} times as fast on {_plural(self.threads, 'thread')}",
+            f"outputs differ by {self.difference:.1e} of the largest output",
         ]
         if self.chosen != "sparse":
             lines.append(
-                "sparse layers did not pay"
-                + (": the model is dense, but smaller" if self.chosen == "smaller" else "")
+                "sparse layers were not faster"
+                + (": the model is dense but smaller" if self.chosen == "smaller" else "")
             )
         if self.removed:
             lines.append(f"{_plural(self.removed, 'dead unit')} removed")
         if self.folded:
-            more = f", ... ({len(self.folded)} in all)" if len(self.folded) > _MOST_NAMES else ""
-            names = ", ".join(self.folded[:_MOST_NAMES])
+            more = f", ... ({len(self.folded)} in total)" if len(self.folded) > _MAX_NAMES else ""
+            names = ", ".join(self.folded[:_MAX_NAMES])
             lines.append(f"folded into the layer before: {names}{more}")
         return "\n".join([*lines, *self.notes])
 

@@ -1,13 +1,13 @@
-"""How a model uses its layers: seen by running it on an example, without a change to it.
+"""How a model uses its layers, observed by running it on an example without changing it.
 
-What a layer is called with is seen by global hooks; the model runs as it always does. Whether a
-layer's weight is used by anyone but the layer, and whether all that a layer makes goes into one
-other module, is seen in a second run, through each torch function that is called.
+The inputs of each layer are recorded by global module hooks in an ordinary run. A second run
+intercepts every torch function. It finds weights that other modules read, and modules whose output
+is only used by one other module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,86 +26,87 @@ from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import tensors_of
 
 LAYERS = (nn.Linear, nn.Conv2d)
-_MAKERS = (*LAYERS, batchnorm._BatchNorm, nn.ReLU)  # whose outputs are followed
-# Functions that ask a tensor for its form and leave its numbers alone.
-_FORM = {"size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "is_complex"}
-_FORM |= {"ndimension", "nelement", "element_size", "storage_offset", "get_device", "__len__"}
+_TRACKED = (*LAYERS, batchnorm._BatchNorm, nn.ReLU)  # modules whose outputs are tracked
+# Functions that read only a tensor's shape, dtype or layout, not its values.
+_METADATA = {"size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "is_complex"}
+_METADATA |= {"ndimension", "nelement", "element_size", "storage_offset", "get_device", "__len__"}
 
 
 @dataclass(frozen=True)
-class Input:
-    """The form of a tensor that a layer was called with."""
+class InputSpec:
+    """The shape, dtype and memory format of a layer's input."""
 
     shape: torch.Size
     dtype: torch.dtype
     channels_last: bool
 
     @classmethod
-    def of(cls, x: Tensor) -> Input:
+    def of(cls, x: Tensor) -> InputSpec:
         last = x.dim() == 4 and not x.is_contiguous()
         last = last and x.is_contiguous(memory_format=torch.channels_last)
         return cls(x.shape, x.dtype, last)
 
     def random(self) -> Tensor:
-        """A tensor of this form."""
+        """Return a random tensor with this specification."""
         x = torch.randn(self.shape, dtype=self.dtype, device="cpu")
         return x.to(memory_format=torch.channels_last) if self.channels_last else x
 
 
 @dataclass
-class Wiring:
-    """What was seen.
+class Usage:
+    """The observed use of a model's modules.
 
     Args:
-        calls: as of :func:`calls`.
-        readers: for each layer, the names of the modules that use its weight directly.
-        next_of: for each layer, batch norm or ReLU, the module that is called with all of its
-            outputs, if there is one, and if it is called with nothing else.
+        calls: see :func:`record_calls`.
+        readers: for each layer, the names of other modules that use its weight directly.
+        next_of: for each layer, batch norm or ReLU: the module that receives all its outputs and
+            nothing else, if there is one.
     """
 
-    calls: dict[nn.Module, list[Input | None]]
+    calls: dict[nn.Module, list[InputSpec | None]]
     readers: dict[nn.Module, set[str]]
     next_of: dict[nn.Module, nn.Module]
 
 
 @torch.inference_mode()
-def wiring(model: nn.Module, inputs: Inputs) -> Wiring:
-    """Run the model on the inputs, and tell how it uses its layers."""
-    uses = _Uses(model)
-    with _each_call(model, uses.enter, uses.leave), uses:
-        uses.finish(inputs.call(model))
-    return Wiring(calls(model, inputs), uses.readers, uses.next_of())
+def observe_usage(model: nn.Module, inputs: Inputs) -> Usage:
+    """Run the model on the inputs and return how it uses its modules."""
+    tracker = _Tracker(model)
+    with _on_each_call(model, tracker.enter, tracker.leave), tracker:
+        tracker.finish(inputs.call(model))
+    return Usage(record_calls(model, inputs), tracker.readers, tracker.next_of())
 
 
 @torch.inference_mode()
-def calls(model: nn.Module, inputs: Inputs) -> dict[nn.Module, list[Input | None]]:
-    """The calls of each module: the form of its input, or None where that is not one tensor."""
-    seen: dict[nn.Module, list[Input | None]] = {}
+def record_calls(model: nn.Module, inputs: Inputs) -> dict[nn.Module, list[InputSpec | None]]:
+    """Return the inputs of each module's calls; None if an input is not a single tensor."""
+    calls: dict[nn.Module, list[InputSpec | None]] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        alone = len(args) == 1 and isinstance(args[0], Tensor)
-        seen.setdefault(module, []).append(Input.of(args[0]) if alone else None)
+    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+        single = len(args) == 1 and isinstance(args[0], Tensor)
+        calls.setdefault(module, []).append(InputSpec.of(args[0]) if single else None)
 
-    with _each_call(model, note):
+    with _on_each_call(model, record):
         inputs.call(model)
-    return seen
+    return calls
 
 
 def has_hooks(module: nn.Module) -> bool:
+    """Return whether forward hooks are registered on the module."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 @dataclass
 class _Product:
-    """An output of a module, and the modules in which it was used; None is the model's caller."""
+    """An output of a module and the modules that use it; None is the model's caller."""
 
     tensor: Tensor
     maker: nn.Module
     users: list[nn.Module | None] = field(default_factory=list)
 
 
-class _Uses(TorchFunctionMode):
-    """Follows weights and outputs through a run."""
+class _Tracker(TorchFunctionMode):
+    """A recorder of the uses of weights and module outputs during a run."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -117,24 +118,24 @@ class _Uses(TorchFunctionMode):
             for parameter in module.parameters(recurse=False)
         }
         self.readers: dict[nn.Module, set[str]] = {}
-        self.products: list[_Product] = []  # holds the tensors, so that no other gets their id
+        self.products: list[_Product] = []  # keeps tensors alive, so that ids stay unique
         self.latest: dict[int, _Product] = {}
         self.counts: dict[nn.Module, int] = {}
-        self.inside: list[nn.Module] = []
+        self.active: list[nn.Module] = []
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.inside.append(module)
+        self.active.append(module)
         self.counts[module] = self.counts.get(module, 0) + 1
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.inside.pop()
-        if isinstance(module, _MAKERS) and isinstance(output, Tensor):
+        self.active.pop()
+        if isinstance(module, _TRACKED) and isinstance(output, Tensor):
             product = _Product(output, module)
             self.products.append(product)
-            self.latest[id(output)] = product  # done in place, it takes the input's place
+            self.latest[id(output)] = product  # an in-place module replaces its input's product
 
     def finish(self, output: Any) -> None:
-        self._note(list(tensors_of(output)), None)
+        self._record_uses(list(tensors_of(output)), None)
 
     def next_of(self) -> dict[nn.Module, nn.Module]:
         users: dict[nn.Module, list[nn.Module | None]] = {}
@@ -143,8 +144,8 @@ class _Uses(TorchFunctionMode):
         found = {}
         for maker, used in users.items():
             (user, *others) = used
-            alone = all(other is user for other in others)
-            if user is not None and alone and self.counts[maker] == self.counts[user] == len(used):
+            only = all(other is user for other in others)
+            if user is not None and only and self.counts[maker] == self.counts[user] == len(used):
                 found[maker] = user
         return found
 
@@ -153,12 +154,13 @@ class _Uses(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        asks = name in _FORM or (name == "__get__" and not isinstance(result, Tensor))
-        if not asks:
-            self._note(tree_leaves((args, kwargs)), self.inside[-1] if self.inside else None)
+        reads_metadata = name in _METADATA or (name == "__get__" and not isinstance(result, Tensor))
+        if not reads_metadata:
+            user = self.active[-1] if self.active else None
+            self._record_uses(tree_leaves((args, kwargs)), user)
         return result
 
-    def _note(self, leaves: list[Any], user: nn.Module | None) -> None:
+    def _record_uses(self, leaves: list[Any], user: nn.Module | None) -> None:
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 continue
@@ -171,20 +173,22 @@ class _Uses(TorchFunctionMode):
 
 
 @contextmanager
-def _each_call(model: nn.Module, enter: Any, leave: Any = None) -> Iterator[None]:
-    """Call `enter` before and `leave` after each call of a module of the model.
+def _on_each_call(
+    model: nn.Module, enter: Callable[..., None], leave: Callable[..., None] | None = None
+) -> Iterator[None]:
+    """Call `enter` before and `leave` after each call of a submodule.
 
-    What else is called is no layer of it: a module that a forward makes or keeps in a plain list,
-    or one that another thread runs.
+    Calls of other modules are ignored: modules that a forward creates or keeps in a plain list,
+    and modules that other threads run.
     """
-    ours = set(model.modules())
+    modules = set(model.modules())
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module in ours:
+        if module in modules:
             enter(module, args)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if leave is not None and module in ours:
+        if leave is not None and module in modules:
             leave(module, args, output)
 
     handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
