@@ -168,7 +168,8 @@ def compare_table(records: list[dict]) -> str:
     lines = ["| task | sparsity | method | lr | accuracy % |", "|---|---|---|---|---|"]
     for name in COMPARED:
         dense = _best([one for one in records if (one["task"], one["method"]) == (name, "dense")])
-        lines.append(f"| {name} | 0 | Adam without decay, dense | x {dense[0]:g} | {_shown(dense[1])} |")
+        title = "Adam without decay, dense"
+        lines.append(f"| {name} | 0 | {title} | x {dense[0]:g} | {_shown(dense[1])} |")
         for target in LEVELS:
             for method, title in (
                 ("gmp", "gradual magnitude pruning"),
