@@ -1,15 +1,16 @@
-"""compact on every architecture of transformers that is made quickly, with units killed at random.
+"""compact on 104 architectures of the transformers package, with random dead units.
 
     python benchmarks/compact_zoo.py              # all, about five minutes
-    python benchmarks/compact_zoo.py Gemma Swin   # those whose names contain one of these
+    python benchmarks/compact_zoo.py Gemma Swin   # only names that contain one of these
 
-Each is built small from its configuration, with random weights (nothing is downloaded); rows,
-columns, biases and norms are set to zero at random, twice: once in float32, and once in float64,
-where nothing but rounding errors may be left of a difference. A line a run: parameters before and
-after, units removed and dead units left, the largest difference of outputs relative to the largest
-output, also on a batch of another size than compact was shown, and the operations that it has no
-rule for. A network of which so much died that its outputs no longer follow its inputs is marked: it
-cannot fail.
+Each architecture is built small, with random weights (nothing is downloaded). Random rows, columns,
+biases and norms are set to zero. Each runs once in float32 and once in float64, where differences
+must be as small as rounding errors.
+
+A run prints one line: parameters before and after, removed units and dead units that were kept, the
+largest difference of the outputs relative to the largest element (also on another batch size than
+the example's), and the operations without a rule. "constant outputs" marks a network with so many
+dead units that its outputs hardly depend on its inputs; such a run proves little.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from pdecay.deployment.compact import CompactReport
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import agree_in_float64, difference, outputs
 
-TEXT, IMAGE, SOUND = (9,), (3, 32, 32), (800,)  # without the batch
-LARGEST = {torch.float32: 1e-5, torch.float64: 1e-12}  # difference of outputs
+TEXT, IMAGE, SOUND = (9,), (3, 32, 32), (800,)  # shapes without the batch
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 FLOAT32_ONLY = {"XGLMForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM", "JambaForCausalLM"}
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -217,7 +218,7 @@ def build(name: str) -> nn.Module:
     model: nn.Module = kind(kind.config_class(**ZOO[name][0])).eval()
     for param in model.parameters():
         if param.ndim > 1:
-            param.mul_(3)  # they start so small that nothing they do would be seen
+            param.mul_(3)  # initial weights are too small to affect the outputs
     return model
 
 
@@ -233,7 +234,7 @@ def inputs_of(model: nn.Module, name: str, batch: int) -> Inputs:
 
 @torch.no_grad()
 def kill(model: nn.Module, seed: int, share: float = 0.25, rate: float = 0.5) -> None:
-    """Set a share of the rows and columns of some weights to zero, and of biases and norms."""
+    """Set random rows and columns of weights, and elements of biases and norms, to zero."""
     generator = torch.Generator().manual_seed(seed)
 
     def some(count: int) -> Tensor:
@@ -246,7 +247,7 @@ def kill(model: nn.Module, seed: int, share: float = 0.25, rate: float = 0.5) ->
             if param.ndim > 1:
                 rows = some(param.shape[0])
                 param[rows] = 0
-                if param.shape[1] > 1:  # else all that a depthwise layer has
+                if param.shape[1] > 1:  # a depthwise weight has one column only
                     param[:, some(param.shape[1])] = 0
                 bias = own.get(name.replace("weight", "bias"))
                 if bias is not None and bias.shape == rows.shape:
@@ -257,7 +258,7 @@ def kill(model: nn.Module, seed: int, share: float = 0.25, rate: float = 0.5) ->
 
 
 def settle_norms(model: nn.Module, inputs: Inputs) -> None:
-    """Let batch norms have seen the network as it is, so that its signal reaches the outputs."""
+    """Update the statistics of batch norms, so that the signal reaches the outputs."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     for norm in norms:
         norm.train()
@@ -267,7 +268,7 @@ def settle_norms(model: nn.Module, inputs: Inputs) -> None:
 
 
 def run(model: nn.Module, name: str, seed: int) -> str:
-    """What compact does with a model of which units have died; an error where it errs."""
+    """Make units dead, compact the model and return a summary; raise if the outputs differ."""
     torch.manual_seed(seed)
     example, fresh = inputs_of(model, name, 2), inputs_of(model, name, 3)
     kill(model, seed)
@@ -275,18 +276,18 @@ def run(model: nn.Module, name: str, seed: int) -> str:
     smaller = pdecay.compact(model, example.kwargs or example.args)
     report = CompactReport.of(smaller)
     expected = outputs(model, fresh)
-    off = max(report.difference, difference(expected, outputs(smaller, fresh)))
+    error = max(report.difference, difference(expected, outputs(smaller, fresh)))
     dtype = next(model.parameters()).dtype
-    excused = dtype is torch.float32 and agree_in_float64(model, smaller, fresh)
-    if off > LARGEST[dtype] and not excused:
-        raise ValueError(f"outputs differ by {off:.1e} of the largest")
+    rounding = dtype is torch.float32 and agree_in_float64(model, smaller, fresh)
+    if error > TOLERANCE[dtype] and not rounding:
+        raise ValueError(f"outputs differ by {error:.1e} of the largest element")
     before, after = report.parameters
-    left = sum(len(one.units) for one in report.kept)
+    kept = sum(len(one.units) for one in report.kept)
     operations = sorted({one.rpartition("(")[2].rstrip(")") for one in report.unknown})
-    blind = difference(expected, outputs(model, inputs_of(model, name, 3))) < 1e-3
+    constant = difference(expected, outputs(model, inputs_of(model, name, 3))) < 1e-3
     return (
-        f"{before:8,} -> {after:8,}  {report.units:5,} units went, {left:5,} left  {off:.0e}  "
-        f"{'outputs do not follow inputs  ' if blind else ''}{', '.join(operations)}"
+        f"{before:8,} -> {after:8,}  {report.units:5,} removed, {kept:5,} kept  {error:.0e}  "
+        f"{'constant outputs  ' if constant else ''}{', '.join(operations)}"
     )
 
 
@@ -297,7 +298,7 @@ def main(chosen: list[str]) -> int:
     runs = [
         (name, seed, torch.float32 if name in FLOAT32_ONLY else dtype)
         for name in names
-        for seed, dtype in enumerate(LARGEST)
+        for seed, dtype in enumerate(TOLERANCE)
     ]
     failed = 0
     for name, seed, dtype in runs:

@@ -1,4 +1,4 @@
-"""Small networks of every kind, and ways to kill their units."""
+"""Small networks of many architectures, and functions that make their units dead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def conv(inputs: int, outputs: int, size: int = 3, **options) -> nn.Sequential:
 
 
 class Classifier(nn.Module):
-    """Features, their mean over the image, and a linear layer."""
+    """Convolutional features, global average pooling, and a linear layer."""
 
     def __init__(self, features: nn.Module, channels: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Classifier(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; grouped they are a ResNeXt's."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut: ResNet, or ResNeXt with groups."""
 
     def __init__(self, channels: int, width: int, groups: int = 1) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Bottleneck(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """As of MobileNetV2: expand, a depthwise convolution, project, and a shortcut without ReLU."""
+    """A MobileNetV2 block: expand, depthwise convolution, project, shortcut without ReLU."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class InvertedResidual(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    """Every layer reads all that came before, joined."""
+    """A DenseNet block: every layer reads the concatenation of all earlier outputs."""
 
     def __init__(self, channels: int, growth: int, layers: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class SqueezeExcite(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down, up by a transposed convolution, joined with what was there before."""
+    """Downsampling, a transposed convolution, and concatenation with the skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class UNet(nn.Module):
 
 
 class Shuffled(nn.Module):
-    """Two grouped convolutions with the channels of the groups shuffled between them."""
+    """Two grouped convolutions with a channel shuffle between them."""
 
     def __init__(self, channels: int = 12) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Shuffled(nn.Module):
 
 
 class Generator(nn.Module):
-    """A linear layer reshaped to an image, made larger by transposed convolutions and pixels."""
+    """A linear layer reshaped to an image, then transposed convolutions and a pixel shuffle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Generator(nn.Module):
 
 
 class Gated(nn.Module):
-    """A gated linear unit whose two halves come from one layer."""
+    """A gated linear unit; one layer computes gates and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Gated(nn.Module):
 
 
 class BagOfWords(nn.Module):
-    """An embedding that no norm follows: its dimensions may go."""
+    """An embedding without a norm after it, so that its dimensions can be removed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class BagOfWords(nn.Module):
 
 
 class Attention(nn.Module):
-    """Fused queries, keys and values, as nanoGPT has them, in code that takes fewer heads."""
+    """Attention with one projection for queries, keys and values, which runs with fewer heads."""
 
     def __init__(self, width: int = 24, heads: int = 4) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Recurrent(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Operations that overwrite their inputs, also a part of them."""
+    """Operations that overwrite their inputs, or a part of them, in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], Callable[[], object]]] =
 
 
 def build(name: str, seed: int = 0) -> tuple[nn.Module, object]:
-    """A network with its norms as if it had been trained, and an example."""
+    """Return a network with random norms and biases, and an example."""
     make_model, make_example = ARCHITECTURES[name]
     torch.manual_seed(seed)
     model = make_model()
@@ -305,7 +305,7 @@ def build(name: str, seed: int = 0) -> tuple[nn.Module, object]:
 
 @torch.no_grad()
 def trained(model: nn.Module) -> None:
-    """Give norms and biases values that are neither 0 nor 1."""
+    """Set norms and biases to values other than 0 and 1."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.running_mean.normal_(std=0.3)
@@ -317,7 +317,7 @@ def trained(model: nn.Module) -> None:
 
 @torch.no_grad()
 def kill(model: nn.Module, seed: int, share: float = 0.3) -> None:
-    """Set rows, columns, biases and norms to zero at random, as if training had done so."""
+    """Set random rows, columns, biases and norms to zero, like sparse training."""
     generator = torch.Generator().manual_seed(seed)
 
     def some(count: int, chance: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""compact on networks of every kind: nothing changes, and what is dead goes."""
+"""compact on many architectures: outputs do not change, and dead units are removed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def over_all(seeds=SEEDS):
 
 
 @over_all()
-def test_outputs_stay_whatever_was_killed(name, seed):
+def test_outputs_do_not_change(name, seed):
     model, example = build(name, seed)
     kill(model, seed)
     model.eval()
@@ -37,7 +37,7 @@ def test_outputs_stay_whatever_was_killed(name, seed):
 
 
 @over_all(seeds=[0])
-def test_a_model_without_dead_units_stays_whole(name, seed):
+def test_model_without_dead_units_is_not_changed(name, seed):
     model, example = build(name, seed)
     smaller = compact(model, example)
     assert smaller.compact_report.units == 0
@@ -72,7 +72,7 @@ PLANTED = {
     "cnn": (
         [("features.3.weight", (slice(None), [2])),
          ("head.layers.1.weight", (slice(None), range(9)))],
-        # A channel of 3 x 3 pixels is nine columns of the linear layer after the flattening.
+        # A channel of 3 x 3 pixels is nine columns of the linear layer after flatten.
         {"features.0.weight": (7, 3, 3, 3), "features.1.running_var": (7,),
          "features.3.weight": (11, 7, 3, 3), "head.layers.1.weight": (16, 99)},
     ),
@@ -81,7 +81,7 @@ PLANTED = {
         {"features.0.0.weight": (6, 3, 3, 3), "features.2.0.weight": (12, 6, 3, 3)},
     ),
     "resnet18": (
-        # Within a block, and a channel of the stream: all that write it write nothing.
+        # Units inside a block, and a residual channel whose producers are all zero.
         [("stages.1.conv2.weight", (slice(None), [3])),
          *((f"{one}.weight", [2]) for one in ("stem.0", "stages.0.conv2", "stages.1.conv2")),
          *((f"{one}.{p}", [2]) for one in ("stem.1", "stages.0.norm2", "stages.1.norm2")
@@ -97,7 +97,7 @@ PLANTED = {
          "features.1.inner.2.weight": (12, 6, 1, 1)},
     ),
     "resnext": (
-        # A whole group: what it makes is not read.
+        # A whole group whose outputs are not read.
         [("features.1.inner.2.weight", (slice(None), slice(3, 6)))],
         {"features.1.inner.0.0.weight": (9, 12, 1, 1),
          "features.1.inner.1.0.weight": (9, 3, 3, 3),
@@ -110,7 +110,7 @@ PLANTED = {
          "features.1.inner.2.weight": (8, 21, 1, 1)},
     ),
     "densenet": (
-        # The first layer's second output, wherever it is read: after 8 channels of the stem.
+        # The first layer's second output, in all its consumers: after 8 channels of the stem.
         [("features.1.layers.1.0.weight", (slice(None), [9])),
          ("features.1.layers.2.0.weight", (slice(None), [9])),
          ("features.2.0.weight", (slice(None), [9]))],
@@ -118,14 +118,14 @@ PLANTED = {
          "features.1.layers.1.0.weight": (6, 13, 3, 3), "features.2.0.weight": (8, 25, 1, 1)},
     ),
     "squeeze-excite": (
-        # A channel that is always zero goes, though its gate would be open.
+        # A channel that is always zero is removed although its gate is not zero.
         [("features.0.0.weight", [4]), ("features.0.1.weight", [4]), ("features.0.1.bias", [4]),
          ("features.1.excite.weight", (slice(None), [1]))],
         {"features.0.0.weight": (11, 3, 3, 3), "features.1.squeeze.weight": (5, 11),
          "features.1.excite.weight": (11, 5), "features.2.0.weight": (8, 11, 3, 3)},
     ),
     "unet": (
-        # The join is 8 channels of the first layer, then 8 that came up.
+        # The concatenation has 8 channels of the first layer, then 8 upsampled ones.
         [("last.0.0.weight", (slice(None), [9, 10])), ("up.weight", [3])],
         {"up.weight": (11, 6, 2, 2), "up.bias": (6,), "last.0.0.weight": (8, 14, 3, 3),
          "down.1.0.weight": (11, 8, 3, 3)},
@@ -140,7 +140,7 @@ PLANTED = {
          "features.3.weight": (8, 9, 3, 3)},
     ),
     "gated": (
-        # A unit is dead with its gate, with its value, or when it is not read.
+        # A unit is dead if its gate is zero, its value is zero, or nothing reads it.
         [("both.weight", [0]), ("both.bias", [0]),
          ("both.weight", [12 + 5]), ("both.bias", [12 + 5]), ("down.weight", (slice(None), [7]))],
         {"both.weight": (18, 6), "both.bias": (18,), "down.weight": (4, 9)},
@@ -159,7 +159,7 @@ PLANTED = {
         {"layers.0.mlp.expand.weight": (56, 24), "layers.1.mlp.project.weight": (24, 95)},
     ),
     "attention": (
-        # Head 1 of the first layer is not read; the values of head 2 of the second are zero.
+        # Nothing reads head 1 of the first layer; the values of head 2 of the second are zero.
         [("1.out.weight", (slice(None), slice(6, 12))), ("2.qkv.weight", slice(60, 66)),
          ("2.qkv.bias", slice(60, 66))],
         {"1.qkv.weight": (54, 24), "1.qkv.bias": (54,), "1.out.weight": (24, 18),
@@ -189,7 +189,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_dead_is_gone(name):
+def test_dead_units_are_removed(name):
     model, example = build(name)
     planted, expected = PLANTED[name]
     for parameter, index in planted:
@@ -201,7 +201,7 @@ def test_what_is_dead_is_gone(name):
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
-def test_layers_say_their_sizes():
+def test_size_attributes_are_updated():
     model, example = build("resnext")
     zero(model, "features.1.inner.2.weight", (slice(None), slice(3, 6)))
     smaller = compact(model, example)
@@ -211,7 +211,7 @@ def test_layers_say_their_sizes():
     assert "Conv2d(9, 12, kernel_size=(1, 1)" in shown
 
 
-def test_heads_are_counted():
+def test_number_of_heads_is_updated():
     model, example = build("attention")
     zero(model, "1.out.weight", (slice(None), slice(6, 12)))
     smaller = compact(model, example)

@@ -1,4 +1,4 @@
-"""Our attention for any number of heads, against torch's."""
+"""The attention layer with removable heads, compared with torch's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def inputs(batch_first: bool, itself: bool):
 @pytest.mark.parametrize(
     ("batch_first", "bias", "itself"), list(itertools.product([True, False], repeat=3))
 )
-def test_it_is_torchs(batch_first, bias, itself):
+def test_same_results_as_torch(batch_first, bias, itself):
     torchs, ours = pair(batch_first=batch_first, bias=bias)
     given = inputs(batch_first, itself)
     keys = LENGTH if itself else OTHER
@@ -47,7 +47,7 @@ def test_it_is_torchs(batch_first, bias, itself):
     )
     for padding, mask, weights, mean in itertools.product(paddings, masks, [0, 1], [0, 1]):
         if padding is not None and mask is not None and padding.dtype != mask.dtype:
-            continue  # which torch discourages
+            continue  # deprecated in torch
         options = {
             "key_padding_mask": padding,
             "attn_mask": mask,
@@ -61,14 +61,14 @@ def test_it_is_torchs(batch_first, bias, itself):
                 torch.testing.assert_close(got, expected, equal_nan=True)
 
 
-def test_without_a_batch():
+def test_unbatched_input():
     torchs, ours = pair()
     x = torch.randn(LENGTH, WIDTH)
     for expected, got in zip(torchs(x, x, x), ours(x, x, x), strict=True):
         torch.testing.assert_close(got, expected)
 
 
-def test_dropout_acts_in_training_only():
+def test_dropout_only_in_training_mode():
     _, ours = pair(dropout=0.5)
     x = torch.randn(LENGTH, BATCH, WIDTH)
     for weights in (True, False):
@@ -78,7 +78,7 @@ def test_dropout_acts_in_training_only():
         ours.eval()
 
 
-def test_a_causal_hint_needs_its_mask_as_torchs_does():
+def test_is_causal_without_attn_mask_raises():
     _, ours = pair()
     x = torch.randn(LENGTH, BATCH, WIDTH)
     with pytest.raises(ValueError, match="give attn_mask as well"):
@@ -87,7 +87,7 @@ def test_a_causal_hint_needs_its_mask_as_torchs_does():
 
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
 @pytest.mark.parametrize("training", [True, False])
-def test_it_stands_in_torchs_own_layers(kind, training):
+def test_works_inside_torch_transformer_layers(kind, training):
     torch.manual_seed(0)
     layer = kind(WIDTH, HEADS, 8, batch_first=True, dropout=0.0)
     layer.self_attn.out_proj.weight.data[:, :4] = 0
@@ -105,7 +105,7 @@ def test_it_stands_in_torchs_own_layers(kind, training):
 @pytest.mark.parametrize(
     "options", [{"add_zero_attn": True}, {"add_bias_kv": True}, {"kdim": 6, "vdim": 6}]
 )
-def test_what_it_does_not_know_is_left_to_torch(options):
+def test_unsupported_options_are_not_replaced(options):
     class Attending(nn.Module):
         def __init__(self):
             super().__init__()
@@ -122,8 +122,8 @@ def test_what_it_does_not_know_is_left_to_torch(options):
     assert type(smaller.attention) is nn.MultiheadAttention
 
 
-def test_weights_that_are_returned_keep_all_heads():
-    """Their mean is over all heads, dead ones too."""
+def test_returned_weights_keep_all_heads():
+    """The returned weights are a mean over all heads, including dead ones."""
 
     class Showing(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""compact's promises around the removal: what it takes, leaves, returns, says and refuses."""
+"""The behaviour of compact besides the removal: inputs, side effects, report and errors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .models import build, kill
 
 
 def dead_unit(width: int = 6) -> nn.Sequential:
-    """A network of which unit 1 is not read."""
+    """Return a network whose unit 1 is not read."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 2))
     model[2].weight.data[:, 1] = 0
     return model
 
 
-def test_the_original_stays_as_it_is():
+def test_original_is_not_changed():
     model, example = build("resnet18")
     kill(model, 0)
     state = copy.deepcopy(model.state_dict())
@@ -41,7 +41,7 @@ def test_the_original_stays_as_it_is():
     assert not hasattr(model, "compact_report")
 
 
-def test_modes_flags_and_hooks_are_those_of_the_original():
+def test_modes_flags_and_hooks_are_kept():
     model, example = build("resnet18")
     model.stages[0].conv2.weight.data[:, 0] = 0
     model.train()
@@ -56,7 +56,7 @@ def test_modes_flags_and_hooks_are_those_of_the_original():
     assert all(not (m._forward_hooks or m._forward_pre_hooks) for m in smaller.modules())
 
 
-def test_random_numbers_go_on_as_if_nothing_had_been():
+def test_random_state_is_not_changed():
     model, example = build("resnet18")
     torch.manual_seed(3)
     expected = torch.rand(3)
@@ -65,17 +65,17 @@ def test_random_numbers_go_on_as_if_nothing_had_been():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_torchs_own_switches_are_set_back():
+def test_torch_backend_flags_are_restored():
     assert torch.backends.mha.get_fastpath_enabled()
     with torch.inference_mode():
         smaller = compact(*build("encoder"))
     assert torch.backends.mha.get_fastpath_enabled()
     assert torch.is_grad_enabled()
-    smaller(torch.randn(2, 5, 16)).sum().backward()  # no inference tensors came out
+    smaller(torch.randn(2, 5, 16)).sum().backward()  # fails if there are inference tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_number_formats_stay(dtype):
+def test_dtype_is_kept(dtype):
     model = dead_unit().to(dtype)
     smaller = compact(model, torch.randn(4, 3, dtype=dtype))
     assert smaller[0].out_features == 5
@@ -83,7 +83,7 @@ def test_number_formats_stay(dtype):
 
 
 class Counting(nn.Module):
-    """Counts its runs in a buffer of two modules, and keeps what it was given last in another."""
+    """Counts its runs in a buffer shared by two modules, and stores its last input in another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Counting(nn.Module):
         return self.body(x)
 
 
-def test_a_model_that_counts_its_runs_is_set_back():
+def test_buffers_changed_by_a_run_are_restored():
     model = Counting()
     smaller = compact(model, torch.randn(4, 3))
     assert smaller.body[0].out_features == 5
@@ -111,7 +111,7 @@ def test_a_model_that_counts_its_runs_is_set_back():
         assert one.history.shape == (0,)
 
 
-def test_a_buffer_of_two_modules_stays_one():
+def test_shared_buffer_stays_shared():
     model = dead_unit()
     scale = torch.rand(6)
 
@@ -156,12 +156,12 @@ class ManyOutputs(nn.Module):
     ],
     ids=["tuple", "list", "dict"],
 )
-def test_inputs_and_outputs_of_any_form(example):
+def test_nested_inputs_and_outputs(example):
     smaller = compact(ManyOutputs(), example)
     assert smaller.body[0].out_features == 5
 
 
-def test_the_report():
+def test_report():
     model = dead_unit()
     model.append(nn.LayerNorm(2))
     model[0].weight.data[3] = 0
@@ -192,15 +192,15 @@ def test_the_report():
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
 
 
-def test_numbers_of_units_are_those_of_the_original():
+def test_report_uses_unit_indices_of_the_original():
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6), nn.Softmax(-1))
-    model[2].weight.data[:, [0, 1]] = 0  # two units go
-    model[0].weight.data[5] = 0  # a constant: it goes with fold, and stays without
+    model[2].weight.data[:, [0, 1]] = 0  # two units are removed
+    model[0].weight.data[5] = 0  # a constant: removed with fold, kept without
     report = compact(model, torch.randn(4, 3), fold=False).compact_report
     assert [(one.layer, one.units) for one in report.kept] == [("0.weight", (5,))]
 
 
-def test_the_smaller_model_pickles_copies_and_trains():
+def test_smaller_model_can_be_pickled_copied_and_trained():
     smaller = compact(dead_unit(), torch.randn(4, 3))
     again = pickle.loads(pickle.dumps(copy.deepcopy(smaller)))
     assert again.compact_report == smaller.compact_report
@@ -209,7 +209,7 @@ def test_the_smaller_model_pickles_copies_and_trains():
     assert set(smaller.state_dict()) == set(dead_unit().state_dict())
 
 
-def test_twice_is_once():
+def test_second_compact_removes_nothing():
     model, example = build("resnet18")
     kill(model, 1)
     once = compact(model, example)
@@ -217,7 +217,7 @@ def test_twice_is_once():
 
 
 @pytest.mark.parametrize(
-    ("model", "example", "error", "told"),
+    ("model", "example", "error", "message"),
     [
         ("model", torch.randn(1), TypeError, "needs a torch.nn.Module, got str"),
         (dead_unit(), "x", TypeError, "must be a tensor, a tuple .* or a dict .* got str"),
@@ -231,19 +231,19 @@ def test_twice_is_once():
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
-def test_bad_input_is_an_error_that_says_so(model, example, error, told):
-    with pytest.raises(error, match=told):
+def test_bad_arguments_raise(model, example, error, message):
+    with pytest.raises(error, match=message):
         compact(model, example)
 
 
-def test_a_compiled_model_is_refused():
+def test_compiled_model_raises():
     compiled = nn.Identity()
-    compiled._orig_mod = dead_unit()  # as torch.compile wraps it
+    compiled._orig_mod = dead_unit()  # like the wrapper of torch.compile
     with pytest.raises(CompactError, match="then compile the result"):
         compact(compiled, torch.randn(4, 3))
 
 
-def test_a_model_that_is_random_in_eval_mode_is_refused():
+def test_random_outputs_in_eval_mode_raise():
     class Noisy(nn.Linear):
         def forward(self, x):
             return super().forward(x) + torch.randn(1)
@@ -252,7 +252,7 @@ def test_a_model_that_is_random_in_eval_mode_is_refused():
         compact(Noisy(3, 2), torch.randn(4, 3))
 
 
-def test_a_model_that_returns_nothing_is_refused():
+def test_model_without_outputs_raises():
     class Nothing(nn.Linear):
         def forward(self, x):
             return None
@@ -261,15 +261,15 @@ def test_a_model_that_returns_nothing_is_refused():
         compact(Nothing(3, 2), torch.randn(4, 3))
 
 
-def test_a_model_that_cannot_be_copied_is_refused():
+def test_model_that_cannot_be_copied_raises():
     model = dead_unit()
-    model.cache = model(torch.randn(4, 3))  # with its gradient's graph
+    model.cache = model(torch.randn(4, 3))  # has a gradient history
     with pytest.raises(CompactError, match="cannot be copied"):
         compact(model, torch.randn(4, 3))
 
 
-def test_outputs_that_differ_are_refused(monkeypatch):
-    """Whatever went wrong on the way: a model with other outputs never comes out."""
+def test_different_outputs_raise(monkeypatch):
+    """The final check finds any error of the steps before."""
     analysed = _Compaction._analyse
 
     def spoiled(self, current):
@@ -284,6 +284,6 @@ def test_outputs_that_differ_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("constant", [0.0, 1.0, -3.0])
-def test_an_example_for_its_shape_alone_is_checked_on_other_numbers(constant):
+def test_constant_example_is_checked_on_random_numbers(constant):
     other = Inputs.of(torch.full((2, 5), constant)).randomized(torch.Generator().manual_seed(0))
     assert other.args[0].std() > 0.5

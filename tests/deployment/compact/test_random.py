@@ -1,4 +1,4 @@
-"""Networks that nobody would write, put together at random, with units killed at random."""
+"""Randomly composed networks with random dead units (property-based test)."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Sum(nn.Module):
         return sum(rest, first)
 
 
-class Times(Sum):
+class Multiply(Sum):
     def forward(self, x: Tensor) -> Tensor:
         one, other = (branch(x) for branch in self.branches)
         return one * other
 
 
-class Beside(Sum):
+class Concat(Sum):
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
 class Halves(nn.Module):
-    """Split in two, the one gates the other, and both are there again."""
+    """Splits the channels, gates one half by the other, and concatenates both."""
 
     def forward(self, x: Tensor) -> Tensor:
         one, other = x.chunk(2, 1)
@@ -56,10 +56,10 @@ class Shuffle(nn.Module):
 
 @st.composite
 def blocks(draw, channels: int, depth: int = 2) -> nn.Module:
-    """A block that keeps the channels and the size of the image."""
+    """Draw a block that keeps the number of channels and the image size."""
     kinds = ["conv", "norm", "act", "se", "halves", "shuffle", "flip", "pool", "bottleneck"]
     if depth:
-        kinds += ["sum", "residual", "beside", "times", "chain", "chain"]
+        kinds += ["sum", "residual", "concat", "multiply", "chain", "chain"]
     kind = draw(st.sampled_from(kinds))
     if kind == "conv":
         return draw(convolutions(channels, channels))
@@ -87,9 +87,9 @@ def blocks(draw, channels: int, depth: int = 2) -> nn.Module:
     inner = [draw(blocks(channels, depth - 1)) for _ in range(2)]
     if kind == "residual":
         return Sum(nn.Identity(), nn.Sequential(*inner))
-    if kind == "beside":
-        return nn.Sequential(Beside(*inner), draw(convolutions(2 * channels, channels)))
-    return {"sum": Sum, "times": Times, "chain": nn.Sequential}[kind](*inner)
+    if kind == "concat":
+        return nn.Sequential(Concat(*inner), draw(convolutions(2 * channels, channels)))
+    return {"sum": Sum, "multiply": Multiply, "chain": nn.Sequential}[kind](*inner)
 
 
 @st.composite
@@ -124,7 +124,7 @@ def networks(draw) -> nn.Module:
 
 @settings(max_examples=40, deadline=None)
 @given(networks(), st.integers(0, 1000), st.sampled_from([0.2, 0.5]))
-def test_outputs_stay(model, seed, share):
+def test_outputs_do_not_change(model, seed, share):
     torch.manual_seed(seed)
     trained(model)
     kill(model, seed, share)

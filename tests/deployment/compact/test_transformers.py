@@ -1,4 +1,4 @@
-"""Architectures of another package, which nothing here was written around."""
+"""compact on architectures of the transformers package."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MODELS = {
     ),
     "BloomForCausalLM": (
         {"vocab_size": 99, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-        None,  # its queries, keys and values take turns: heads stay
+        None,  # interleaves queries, keys and values, so that heads are kept
     ),
     "T5ForConditionalGeneration": ({**T5, "decoder_start_token_id": 0}, r"Attention\.o\.weight"),
     "BartModel": (
@@ -73,7 +73,7 @@ def build(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, torch.Tensor]]
     with torch.no_grad():
         for param in model.parameters():
             if param.ndim > 1:
-                param.mul_(3)  # they start so small that nothing they do would be seen
+                param.mul_(3)  # initial weights are too small to affect the outputs
     tokens = torch.randint(3, 99, (2, 7))
     if model.main_input_name == "pixel_values":
         return model.eval(), {"pixel_values": torch.randn(2, 3, 32, 32)}
@@ -83,7 +83,7 @@ def build(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, torch.Tensor]]
 
 
 def settle_norms(model: nn.Module, example: dict[str, torch.Tensor]) -> None:
-    """Let batch norms have seen the network as it is, so that its signal reaches the outputs."""
+    """Update the statistics of batch norms, so that the signal reaches the outputs."""
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     for norm in norms:
         norm.train()
@@ -100,30 +100,30 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("seed", "name"), list(enumerate(MODELS)))
-def test_outputs_stay_whatever_was_killed(seed, name):
+def test_outputs_do_not_change(seed, name):
     model, example = build(name, seed)
-    # The deeper a network, the fewer it takes to leave nothing alive.
+    # Deep networks lose their signal with fewer dead units.
     kill(model, seed, share=0.05 if "MobileNet" in name else 0.2)
     settle_norms(model, example)
     smaller = compact(model, example)
     other = Inputs.of(example).randomized(torch.Generator().manual_seed(99))
     expected = outputs(model, other)
     assert agree(expected, outputs(smaller, other)) or agree_in_float64(model, smaller, other)
-    if name != "MambaForCausalLM":  # whose units hang together
+    if name != "MambaForCausalLM":  # its units are all tied together
         assert smaller.compact_report.units > 0
-    # else a dead network would be a test that cannot fail
+    # a network with constant outputs could not fail this test
     assert difference(expected, outputs(model, Inputs.of(example))) > 1e-3
 
 
 @pytest.mark.parametrize("name", [name for name, (_, heads) in MODELS.items() if heads])
-def test_dead_heads_go(name):
+def test_dead_heads_are_removed(name):
     model, example = build(name)
     pattern = MODELS[name][1]
-    width = 16 if model.config.model_type in ("llama", "mixtral") else 8  # two share their keys
+    width = 16 if model.config.model_type in ("llama", "mixtral") else 8  # pairs share keys
     planted = []
     for key, param in model.named_parameters():
         if re.search(pattern, key) and "mlp" not in key:
-            axis = 0 if name == "GPT2LMHeadModel" else 1  # whose layers are transposed
+            axis = 0 if name == "GPT2LMHeadModel" else 1  # its weights are transposed
             param.data.narrow(axis, width, width).zero_()
             planted.append((key, axis, param.shape[axis] - width))
     assert planted
@@ -142,7 +142,7 @@ def test_dead_heads_go(name):
         ("ConvNextForImageClassification", "convnext.encoder.stages.1.layers.0.pwconv2", 1),
     ],
 )
-def test_dead_units_of_a_feed_forward_layer_go(name, layer, columns):
+def test_dead_feed_forward_units_are_removed(name, layer, columns):
     model, example = build(name)
     weight = model.get_parameter(f"{layer}.weight")
     weight.data.narrow(columns, 2, 9).zero_()
@@ -152,7 +152,7 @@ def test_dead_units_of_a_feed_forward_layer_go(name, layer, columns):
 
 
 @pytest.mark.parametrize("layer", ["gate_proj", "up_proj"])
-def test_a_gate_or_what_it_gates(layer):
+def test_unit_is_dead_if_gate_or_value_is_zero(layer):
     model, example = build("LlamaForCausalLM")
     model.get_parameter(f"model.layers.0.mlp.{layer}.weight").data[:5] = 0
     smaller = compact(model, example)
@@ -162,10 +162,10 @@ def test_a_gate_or_what_it_gates(layer):
     ]  # fmt: skip
 
 
-def test_units_of_all_experts_go_in_steps_that_the_kernel_takes():
+def test_expert_units_are_removed_in_multiples_the_kernel_needs():
     model, example = build("MixtralForCausalLM")
     experts = model.model.layers[0].mlp.experts
-    experts.down_proj.data[:, :, 3:9] = 0  # six, and its rows are multiples of 16 bytes
+    experts.down_proj.data[:, :, 3:9] = 0  # six units; the kernel needs multiples of 4
     smaller = compact(model, example)
     assert smaller.model.layers[0].mlp.experts.down_proj.shape[2] == 44
     (kept,) = (one for one in smaller.compact_report.kept if "gate_up_proj" in one.layer)
@@ -173,7 +173,7 @@ def test_units_of_all_experts_go_in_steps_that_the_kernel_takes():
     assert "multiple of 4" in kept.reason
 
 
-def test_code_that_cannot_run_with_less_keeps_only_its_own():
+def test_fixed_size_in_one_module_keeps_only_its_units():
     model, example = build("MixtralForCausalLM")
     attention, experts = model.model.layers[0].self_attn, model.model.layers[0].mlp.experts
     attention.o_proj.weight.data[:, 3] = 0  # one dimension of a head
@@ -183,7 +183,7 @@ def test_code_that_cannot_run_with_less_keeps_only_its_own():
     assert smaller.mlp.experts.down_proj.shape[2] == 44
 
 
-def test_generation_goes_on_with_fewer_heads():
+def test_generate_works_with_fewer_heads():
     model, example = build("GPT2LMHeadModel")
     model.transformer.h[0].attn.c_proj.weight.data[8:16] = 0
     smaller = compact(model, example)
@@ -194,7 +194,7 @@ def test_generation_goes_on_with_fewer_heads():
     assert next(tensors_of(model(**example))).shape == next(tensors_of(smaller(**example))).shape
 
 
-def test_the_labs_own_gpt_loses_a_dead_head():
+def test_lab_gpt_loses_a_dead_head():
     torch.manual_seed(0)
     model, tokens = GPT(20, 8, 2, 4, 24), torch.randint(0, 20, (2, 8))
     model.layers[1].attention.project.weight.data[:, 6:12] = 0  # nothing reads the second head

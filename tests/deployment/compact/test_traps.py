@@ -1,4 +1,4 @@
-"""Where a unit looks dead and is not, or is dead and cannot go."""
+"""Difficult cases: units that look dead but are not, and dead units that must be kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .models import trained
 
 
 class Model(nn.Module):
-    """Layers by name, and a function of them and the inputs."""
+    """A model from named layers and a forward function."""
 
     def __init__(self, forward, **layers) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 
 def compacted(model, *example, also=()):
-    """The smaller model, after a look at more inputs than compact takes."""
+    """Compact a model and compare the outputs on more inputs than compact does."""
     model.eval()
     smaller = compact(model, example)
     for other in (example, *also):
@@ -51,7 +51,7 @@ def seed():
 
 
 def two_convolutions(constant: float, **options) -> nn.Sequential:
-    """The first one's channel 1 emits a constant."""
+    """Return two convolutions; channel 1 of the first is constant."""
     model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Identity(), nn.Conv2d(4, 3, 3, **options))
     model[0].weight.data[1] = 0
     model[0].bias.data[1] = constant
@@ -59,21 +59,21 @@ def two_convolutions(constant: float, **options) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("options", [{}, {"padding": 1, "padding_mode": "reflect"}])
-def test_a_constant_moves_into_the_bias(options):
+def test_constant_is_folded_into_the_bias(options):
     smaller = compacted(two_convolutions(0.7, **options), torch.randn(2, 2, 6, 6))
     assert smaller[0].out_channels == 3
     assert smaller.compact_report.removed == {"it is constant": 1}
 
 
-def test_a_constant_does_not_reach_into_the_padding():
+def test_nonzero_constant_before_zero_padding_is_kept():
     smaller = compacted(two_convolutions(0.7, padding=1), torch.randn(2, 2, 6, 6))
     assert smaller[0].out_channels == 4
     assert "pads the image with zeros" in reasons(smaller)["0.weight"]
 
 
 @pytest.mark.parametrize(("padding", "channels"), [(0, 3), (1, 4)])
-def test_a_constant_in_front_of_a_depthwise_layer(padding, channels):
-    """At the border of an image that is padded with zeros it is none."""
+def test_constant_before_a_depthwise_convolution(padding, channels):
+    """With zero padding the depthwise output is not constant at the border."""
     depthwise = nn.Conv2d(4, 4, 3, padding=padding, groups=4)
     model = nn.Sequential(nn.Conv2d(2, 4, 1), depthwise, nn.Conv2d(4, 3, 1))
     model[0].weight.data[1] = 0
@@ -82,23 +82,23 @@ def test_a_constant_in_front_of_a_depthwise_layer(padding, channels):
     assert channels == 3 or "a depthwise convolution" in reasons(smaller)["0.weight"]
 
 
-def test_an_operation_in_place_that_torch_hides_is_named():
-    """torch pads a circle by copies into an empty tensor."""
+def test_hidden_in_place_operation_is_reported_as_unknown():
+    """Circular padding in torch copies into an empty tensor."""
     model = two_convolutions(0.7, padding=1, padding_mode="circular")
     smaller = compacted(model, torch.randn(2, 2, 6, 6))
     assert smaller[0].out_channels == 4
     assert smaller.compact_report.unknown == ("2 (copy_)",)
 
 
-def test_a_zero_does():
+def test_zero_before_zero_padding_is_removed():
     smaller = compacted(two_convolutions(0.0, padding=1), torch.randn(2, 2, 6, 6))
     assert smaller[0].out_channels == 3
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_is_given_a_bias_if_it_has_none(bias):
+def test_layer_without_bias_gets_one(bias):
     model = nn.Sequential(nn.Linear(3, 5), nn.Sigmoid(), nn.Linear(5, 2, bias=bias))
-    model[0].weight.data[[1, 3]] = 0  # and their biases are not
+    model[0].weight.data[[1, 3]] = 0  # the biases are not zero
     smaller = compacted(model, torch.randn(4, 3))
     assert smaller[0].out_features == 3
     assert smaller[2].bias.requires_grad
@@ -107,7 +107,7 @@ def test_a_layer_is_given_a_bias_if_it_has_none(bias):
     assert reasons(kept)["0.weight"].endswith("folding constants into biases is off")
 
 
-def test_a_batch_norm_of_weight_zero_is_a_constant():
+def test_batch_norm_channel_of_weight_zero_is_constant():
     model = nn.Sequential(
         nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
     )
@@ -122,7 +122,7 @@ def test_a_batch_norm_of_weight_zero_is_a_constant():
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("statistics", [False, True])
 @pytest.mark.parametrize("shape", [(2, 8, 8), (1, 2, 8, 8), (3, 2, 8, 8)])
-def test_an_instance_norm_counts_its_channels(affine, statistics, shape):
+def test_instance_norm_updates_num_features(affine, statistics, shape):
     norm = nn.InstanceNorm2d(6, affine=affine, track_running_stats=statistics)
     model = nn.Sequential(nn.Conv2d(2, 6, 3), norm, nn.Conv2d(6, 4, 3))
     model[2].weight.data[:, 1] = 0
@@ -130,28 +130,28 @@ def test_an_instance_norm_counts_its_channels(affine, statistics, shape):
 
 
 @pytest.mark.parametrize("affine", [False, True])
-def test_a_group_norm_counts_its_groups_and_channels(affine):
+def test_group_norm_updates_num_groups_and_num_channels(affine):
     model = nn.Sequential(nn.Conv2d(2, 6, 3), nn.GroupNorm(3, 6, affine=affine), nn.Conv2d(6, 4, 3))
     model[2].weight.data[:, 2:4] = 0
     norm = compacted(model, torch.randn(2, 2, 8, 8))[1]
     assert (norm.num_groups, norm.num_channels) == (2, 4)
 
 
-def test_a_tap_that_this_image_never_meets_is_read_by_a_larger_one():
+def test_filter_taps_outside_the_example_image_count():
     model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 3, padding=1))
-    model[1].weight.data[:, 2, 1, 1] = 0  # all that a single pixel meets
+    model[1].weight.data[:, 2, 1, 1] = 0  # the only tap that reads a 1x1 image
     smaller = compacted(model, torch.randn(2, 2, 1, 1), also=[(torch.randn(2, 2, 5, 5),)])
     assert smaller[0].out_channels == 4
 
 
-def test_positions_that_the_example_does_not_reach_stay():
+def test_position_embeddings_beyond_the_example_are_kept():
     layers = {"positions": nn.Parameter(torch.randn(1, 9, 6)), "head": nn.Linear(6, 2)}
     model = Model(lambda self, x: self.head(x + self.positions[:, : x.shape[1]]), **layers)
     smaller = compacted(model, torch.randn(2, 1, 6), also=[(torch.randn(2, 9, 6),)])
     assert smaller.positions.shape == (1, 9, 6)
 
 
-def test_a_constant_of_the_first_position_is_not_that_of_the_next():
+def test_position_embedding_rows_may_differ_beyond_the_example():
     def forward(self, x):
         alone = self.mix(self.positions[:, : x.shape[1]])
         return self.head(torch.cat([alone.expand(len(x), -1, -1), x], -1))
@@ -162,7 +162,7 @@ def test_a_constant_of_the_first_position_is_not_that_of_the_next():
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(6), nn.RMSNorm(6), nn.Softmax(-1)])
-def test_what_is_normalised_together_stays(norm):
+def test_normalized_channels_are_kept(norm):
     model = nn.Sequential(nn.Linear(3, 6), norm, nn.Linear(6, 2))
     model[0].weight.data[1] = 0
     model[2].weight.data[:, 2] = 0
@@ -171,8 +171,8 @@ def test_what_is_normalised_together_stays(norm):
     assert "mixes all of them" in reasons(smaller)["0.weight"]
 
 
-@pytest.mark.parametrize(("unevenness", "left"), [(1e-7, 4), (1e-4, 5)])
-def test_a_constant_is_one_up_to_rounding(unevenness, left):
+@pytest.mark.parametrize(("unevenness", "size"), [(1e-7, 4), (1e-4, 5)])
+def test_constants_are_equal_up_to_rounding(unevenness, size):
     model = Model(
         lambda self, x: self.out(self.layer(x) + self.rows),
         layer=nn.Linear(3, 5),
@@ -181,16 +181,16 @@ def test_a_constant_is_one_up_to_rounding(unevenness, left):
     model.register_buffer("rows", torch.ones(4, 5) + unevenness * torch.arange(4)[:, None])
     model.layer.weight.data[1] = 0
     smaller = compacted(model, torch.randn(4, 3))
-    assert smaller.layer.out_features == left
-    assert left == 4 or "not the same at all positions" in reasons(smaller)["layer.weight"]
+    assert smaller.layer.out_features == size
+    assert size == 4 or "not the same at all positions" in reasons(smaller)["layer.weight"]
 
 
-def test_rounding_errors_that_the_model_makes_anyway():
+def test_rounding_errors_of_the_model_are_tolerated():
     def forward(self, x):
         return (self.body(x) + 1e3) - 1e3
 
     body = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64))
-    body[0].weight.data[1] = 0  # a constant, that is added to all in another order now
+    body[0].weight.data[1] = 0  # folding this constant changes the order of summation
     model = Model(forward, body=body)
     smaller = compact(model, torch.randn(64, 3))
     assert smaller.body[0].out_features == 63
@@ -198,8 +198,8 @@ def test_rounding_errors_that_the_model_makes_anyway():
     assert compact(model.double(), torch.randn(64, 3).double()).compact_report.difference < 1e-12
 
 
-def test_two_zeros_that_are_zero_only_together_with_another_constant():
-    """a = b = u - 1 with u = 1: neither is read, since the other is zero, yet one has to stay."""
+def test_zero_factors_are_not_both_removed():
+    """a = b = u - 1 with u = 1: each factor makes the other unread, so one must be live."""
     model = Model(
         lambda self, x: self.head(self.a(self.u(x)) * self.b(self.u(x)) + self.live(x)),
         u=nn.Linear(3, 2),
@@ -217,7 +217,7 @@ def test_two_zeros_that_are_zero_only_together_with_another_constant():
     compacted(model, torch.randn(4, 3))
 
 
-def test_what_becomes_a_number_is_read():
+def test_tensor_converted_to_a_number_is_live():
     def forward(self, x):
         return self.head(self.body(x)) * self.scale(x).abs().max().item()
 
@@ -230,7 +230,7 @@ def test_what_becomes_a_number_is_read():
     assert smaller.scale[0].out_features == 4
 
 
-def test_a_branch_that_the_example_decides():
+def test_branch_on_the_values_of_the_example():
     def forward(self, x):
         return self.head(self.one(x) if x.sum() > 0 else self.two(x))
 
@@ -239,8 +239,8 @@ def test_a_branch_that_the_example_decides():
     assert smaller.two.out_features == 4
 
 
-def test_code_that_counts_its_units():
-    """A mean by hand divides by how many there are: fewer would change it."""
+def test_division_by_the_number_of_units_keeps_them():
+    """A mean computed from the size changes with fewer units."""
     model = Model(
         lambda self, x: self.head(self.body(x) / self.body.weight.shape[0]),
         body=nn.Linear(3, 6),
@@ -252,7 +252,7 @@ def test_code_that_counts_its_units():
     assert "the code of" in reasons(smaller)["body.weight"]
 
 
-def test_code_with_a_size_written_in_it():
+def test_hard_coded_size_keeps_units():
     model = Model(
         lambda self, x: self.head(self.body(x).view(-1, 2, 3).flatten(1)),
         body=nn.Linear(3, 6),
@@ -264,8 +264,8 @@ def test_code_with_a_size_written_in_it():
     assert "the code of the model (Model) needs this size" in reasons(smaller)["body.weight"]
 
 
-def test_a_new_bias_is_not_taken_for_a_misfit():
-    """Where something else needs fitting: the layer runs another operation than it did before."""
+def test_new_bias_is_not_a_mismatch():
+    """A layer with a new bias runs another operation; fitting must ignore the difference."""
     body = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 6, bias=False))
     counts = Model(lambda self, x: self.out(x.view(len(x), self.units)), out=nn.Linear(6, 2))
     counts.units = 6
@@ -278,7 +278,7 @@ def test_a_new_bias_is_not_taken_for_a_misfit():
     assert smaller[1].units == smaller[1].out.in_features == 5
 
 
-def test_what_a_fresh_tensor_holds_is_not_compared():
+def test_uninitialized_memory_is_not_compared():
     model = Model(lambda self, x: self.layer(torch.empty_like(x).copy_(x)), layer=nn.Linear(3, 2))
     inputs = Inputs.of(torch.randn(4, 3))
     trace, run = record(model, inputs), record(model, inputs)
@@ -289,14 +289,14 @@ def test_what_a_fresh_tensor_holds_is_not_compared():
     assert first_mismatch(Removal(found.units), trace, run) is None
 
 
-def test_a_layer_that_runs_twice():
+def test_layer_that_runs_twice():
     model = Model(
         lambda self, x: self.head(self.step(self.step(self.start(x)).relu())),
         start=nn.Linear(3, 5),
         step=nn.Linear(5, 5),
         head=nn.Linear(5, 2),
     )
-    model.start.weight.data[1] = 0  # a constant at first; not so after the first step
+    model.start.weight.data[1] = 0  # constant before the first step only
     model.step.weight.data[:, 2] = 0
     model.head.weight.data[:, 2] = 0
     smaller = compacted(model, torch.randn(4, 3))
@@ -304,7 +304,7 @@ def test_a_layer_that_runs_twice():
     assert smaller.start.out_features == 4
 
 
-def test_the_bias_of_the_layer_that_runs_not_of_the_one_that_shares_its_weight():
+def test_constant_is_folded_into_the_running_layer_of_a_shared_weight():
     model = Model(
         lambda self, x: self.runs(self.body(x).relu()),
         body=nn.Linear(3, 5), other=nn.Linear(5, 2), runs=nn.Linear(5, 2),
@@ -319,18 +319,18 @@ def test_the_bias_of_the_layer_that_runs_not_of_the_one_that_shares_its_weight()
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_dimensions_of_an_embedding_bag(mode):
+def test_embedding_bag_dimensions(mode):
     model = nn.Sequential(nn.EmbeddingBag(9, 6, mode=mode), nn.Linear(6, 3))
     model[1].weight.data[:, 1] = 0
     model[0].weight.data[:, 2] = 0
-    model[0].weight.data[:, 3] = 0.5  # a constant, but for bags that are empty or of another size
+    model[0].weight.data[:, 3] = 0.5  # constant, except for empty bags and other bag sizes
     other = [torch.tensor([3, 1, 8]), torch.tensor([0, 2, 2])]  # the second bag is empty
     smaller = compact(model, torch.randint(0, 9, (4, 5)))
     assert smaller[0].embedding_dim == smaller[1].in_features == 4
     torch.testing.assert_close(smaller[1](smaller[0](*other)), model[1](model[0](*other)))
 
 
-def test_tied_embeddings_are_left_alone():
+def test_tied_embeddings_are_kept():
     model = Model(
         lambda self, tokens: self.head(self.words(tokens)),
         words=nn.Embedding(9, 6),
@@ -343,30 +343,30 @@ def test_tied_embeddings_are_left_alone():
     assert smaller.head.weight is smaller.words.weight
 
 
-def test_masks_of_torch_prune_are_cut_with_the_weights():
+def test_masks_of_torch_prune_are_cut():
     model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
     mask = torch.ones(2, 6)
     mask[:, 1] = 0
     prune.custom_from_mask(model[2], "weight", mask)
-    model[2].weight = model[2].weight.detach()  # as it is after a run without gradients
+    model[2].weight = model[2].weight.detach()  # like after a run under no_grad
     smaller = compacted(model, torch.randn(4, 3))
     assert smaller[0].out_features == 5
     assert smaller[2].weight_mask.shape == smaller[2].weight_orig.shape == (2, 5)
 
 
-def test_weight_norm_lets_go_of_zeros_only():
+def test_weight_norm_removes_only_zeros():
     layers = [parametrizations.weight_norm(nn.Conv1d(6, 6, 3, padding=1)) for _ in range(3)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     directions = [layer.parametrizations.weight.original1.data for layer in layers]
-    directions[1][:, 2] = 0  # channel 2 of the first is not read
-    layers[1].parametrizations.weight.original0.data[4] = 0  # channel 4 of the second is zero,
-    layers[1].bias.data[4] = 0  # yet what reads it is part of a norm
+    directions[1][:, 2] = 0  # nothing reads channel 2 of the first
+    layers[1].parametrizations.weight.original0.data[4] = 0  # channel 4 of the second is zero, but
+    layers[1].bias.data[4] = 0  # its weights in the consumer are part of a norm
     smaller = compacted(model, torch.randn(2, 6, 9))
     assert [tuple(layer.weight.shape[:2]) for layer in smaller[::2]] == [(5, 6), (6, 5), (6, 6)]
     assert "mixes all of them" in reasons(smaller)["2.parametrizations.weight.original1"]
 
 
-def test_a_weight_that_is_computed_from_all_of_it():
+def test_weight_computed_from_all_its_elements_is_kept():
     model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
     parametrizations.spectral_norm(model[0])
     model[2].weight.data[:, 1] = 0
@@ -376,7 +376,7 @@ def test_a_weight_that_is_computed_from_all_of_it():
 
 
 @pytest.mark.parametrize("computed", ["prune", "parametrize", "shared"])
-def test_a_bias_that_is_not_the_layers_own_takes_no_constant(computed):
+def test_no_folding_into_computed_or_shared_biases(computed):
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2), nn.Linear(2, 2))
     model[0].weight.data[1] = 0
     model[0].bias.data[1] = 1.0
@@ -394,13 +394,13 @@ def test_a_bias_that_is_not_the_layers_own_takes_no_constant(computed):
 
 
 class Doubling(nn.Linear):
-    """A bias added to it would be doubled."""
+    """A layer whose forward would double a bias."""
 
     def forward(self, x):
         return 2 * super().forward(x)
 
 
-def test_a_layer_with_a_forward_of_its_own_takes_no_constant():
+def test_no_folding_into_layers_with_custom_forward():
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), Doubling(5, 2))
     model[0].weight.data[1] = 0
     model[0].bias.data[1] = 1.0
@@ -409,7 +409,7 @@ def test_a_layer_with_a_forward_of_its_own_takes_no_constant():
     assert "not a layer with a bias that compact knows" in reasons(smaller)["0.weight"]
 
 
-def test_an_operation_without_a_rule_is_named():
+def test_operation_without_a_rule_is_reported():
     model = Model(
         lambda self, x: self.head(torch.cdist(self.body(x), self.body(x))),
         body=nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 4)),
@@ -417,12 +417,12 @@ def test_an_operation_without_a_rule_is_named():
     )
     model.body[2].weight.data[:, 1] = 0
     smaller = compacted(model, torch.randn(5, 3))
-    assert smaller.body[0].out_features == 5  # before it, removal goes on
+    assert smaller.body[0].out_features == 5  # units before the operation are removed
     assert any("cdist" in one for one in smaller.compact_report.unknown)
     assert "operations without a rule" in str(smaller.compact_report)
 
 
-def test_one_unit_stays_where_all_are_dead():
+def test_one_unit_is_kept_if_all_are_dead():
     model = Model(
         lambda self, x: self.shortcut(x) + self.out(self.inner(x).relu()),
         shortcut=nn.Linear(3, 2),
@@ -435,14 +435,14 @@ def test_one_unit_stays_where_all_are_dead():
     assert reasons(smaller)["inner.weight"] == "a layer needs at least one unit"
 
 
-def test_a_negative_zero_is_a_zero():
+def test_negative_zero_is_zero():
     model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
     model[2].weight.data[:, 1] = -0.0
     assert compacted(model, torch.randn(4, 3))[0].out_features == 5
 
 
-def test_what_dies_with_the_dead():
-    """A unit that only dead units read, and one that only it reads."""
+def test_units_read_only_by_dead_units_are_removed():
+    """A chain: only dead units read the second unit, and only the second reads the third."""
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     model[3].weight.data[:, 5] = 0
     model[2].weight.data[:5, 4] = 0
@@ -451,22 +451,22 @@ def test_what_dies_with_the_dead():
     assert [layer.out_features for layer in smaller] == [5, 5, 5, 6]
 
 
-def test_channels_that_only_a_dead_group_reads():
+def test_channels_read_only_by_a_dead_group_are_removed():
     model = nn.Sequential(nn.Conv2d(2, 6, 1), nn.Conv2d(6, 6, 1, groups=2), nn.Conv2d(6, 2, 1))
-    model[2].weight.data[:, :3] = 0  # the first group is not read, and the only one to read
+    model[2].weight.data[:, :3] = 0  # nothing reads the first group, the only consumer of
     model[1].weight.data[3:, 1] = 0  # the second channel of each group
     smaller = compacted(model, torch.randn(2, 2, 4, 4))
     assert (smaller[1].groups, smaller[1].in_channels, smaller[0].out_channels) == (1, 2, 2)
 
 
-def test_a_bias_that_the_first_look_adds_and_the_second_cuts():
+def test_bias_added_in_one_round_is_cut_in_the_next():
     model = nn.Sequential(
         nn.Linear(3, 4), nn.Linear(4, 4, bias=False), Doubling(4, 4), nn.Linear(4, 2)
     )
-    model[0].weight.data[1] = 0  # a constant: the next layer is given a bias for it
-    model[1].weight.data[2, [0, 2, 3]] = 0  # one that it makes, for a layer that takes none
+    model[0].weight.data[1] = 0  # a constant: the next layer gets a bias
+    model[1].weight.data[2, [0, 2, 3]] = 0  # constant, too, but Doubling cannot fold it
     model[2].weight.data[:3, 2] = 0
-    model[2].weight.data[3, [0, 1, 3]] = 0  # which makes one of it for a layer that does
+    model[2].weight.data[3, [0, 1, 3]] = 0  # constant because of it, before a layer that can fold
     smaller = compacted(model, torch.randn(4, 3))
     assert [layer.out_features for layer in smaller] == [3, 3, 3, 2]
     assert smaller[1].bias.shape == (3,)

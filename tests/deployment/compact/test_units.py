@@ -1,4 +1,4 @@
-"""The algebra of places: what goes with what."""
+"""The algebra of labels: which positions are removed together."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from pdecay.deployment.compact.units import FIXED, Units, fixed
 
 
-def of(units, places):
-    return [units.of(int(place)) for place in places]
+def of(units, labels):
+    return [units.of(int(label)) for label in labels]
 
 
-def test_fresh_units_are_on_their_own():
+def test_new_units_are_distinct():
     units = Units()
     assert len({*of(units, units.new(3)), *of(units, units.new(2))}) == 5
-    assert units.new(1).tolist() == [FIXED]  # the last position can never go
+    assert units.new(1).tolist() == [FIXED]  # an axis of one position cannot be removed
     assert units.of(FIXED) == ()
 
 
-def test_tied_places_are_one_unit():
+def test_tied_labels_are_one_unit():
     units = Units()
     a, b, c = units.new(3), units.new(3), units.new(3)
     units.tie(a, b, "")
@@ -30,7 +30,7 @@ def test_tied_places_are_one_unit():
     assert len(set(of(units, a))) == 3
 
 
-def test_a_unit_tied_to_a_fixed_place_is_fixed_with_the_reason_of_that_place():
+def test_unit_tied_to_a_fixed_label_is_kept_for_its_reason():
     units = Units()
     a, b = units.new(2), units.new(2)
     units.keep(a[:1].tolist(), "a norm")
@@ -43,7 +43,7 @@ def test_a_unit_tied_to_a_fixed_place_is_fixed_with_the_reason_of_that_place():
     assert units.reason(int(a[1])) == "a sum"
 
 
-def test_a_split_axis_goes_with_either_of_its_parts():
+def test_split_axis_belongs_to_both_parts():
     units = Units()
     whole = units.new(6)
     heads, dims = units.split(whole, (2, 3), "")
@@ -52,7 +52,7 @@ def test_a_split_axis_goes_with_either_of_its_parts():
     assert [of(units, part) for part in again] == [of(units, heads), of(units, dims)]
 
 
-def test_joining_undoes_a_split():
+def test_join_undoes_split():
     units = Units()
     heads, dims = units.new(2), units.new(3)
     whole = units.join([heads.repeat(3), np.tile(dims, 2)])
@@ -60,7 +60,7 @@ def test_joining_undoes_a_split():
     assert [of(units, part) for part in again] == [of(units, heads), of(units, dims)]
 
 
-def test_a_part_without_units_drops_out():
+def test_join_ignores_fixed_parts():
     units = Units()
     channels = units.new(4)
     flat = units.join([channels.repeat(5), fixed(20)])
@@ -70,17 +70,17 @@ def test_a_part_without_units_drops_out():
     assert of(units, pixels) == [()] * 5
 
 
-def test_three_parts():
+def test_split_in_three_parts():
     units = Units()
     whole = units.new(3 * 2 * 4)
     three, heads, dims = units.split(whole, (3, 2, 4), "")
     units.keep(three.tolist(), "picked by number")
     units.keep(dims.tolist(), "scaled by their number")
-    # What is left is the heads: a row of each third goes with its head.
+    # Only the heads remain: a row of each third belongs to its head.
     assert of(units, whole) == of(units, np.tile(heads.repeat(4), 3))
 
 
-def test_a_second_way_to_split_is_one_too_many():
+def test_second_split_of_other_sizes_keeps_units():
     units = Units()
     whole = units.new(12)
     units.split(whole, (3, 4), "")
@@ -91,7 +91,7 @@ def test_a_second_way_to_split_is_one_too_many():
     assert units.reason(int(whole[0])) == "split anew"
 
 
-def test_products_of_different_make_are_matched_or_fixed():
+def test_tied_products_are_matched_or_kept():
     units = Units()
     one, other = units.new(6), units.new(6)
     heads, dims = units.split(one, (2, 3), "")
@@ -105,7 +105,7 @@ def test_products_of_different_make_are_matched_or_fixed():
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_unit_becomes_the_product_that_it_is_tied_to(order):
+def test_unit_tied_to_a_product_becomes_it(order):
     units = Units()
     plain, whole = units.new(6), units.new(6)
     units.split(whole, (2, 3), "")
@@ -115,7 +115,7 @@ def test_a_unit_becomes_the_product_that_it_is_tied_to(order):
     assert all(len(one) == 2 for one in of(units, plain))
 
 
-def test_the_last_reason_is_told():
+def test_latest_reason_is_returned():
     units = Units()
     whole = units.new(4)
     heads, dims = units.split(whole, (2, 2), "")
@@ -139,8 +139,8 @@ ACTIONS = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(ACTIONS)
-def test_whatever_goes_tied_axes_stay_equal_and_split_ones_rectangular(actions):
-    """The two promises that the rest is built on, after any history."""
+def test_removal_keeps_tied_axes_equal_and_split_axes_rectangular(actions):
+    """The two invariants of the algebra, after any sequence of operations."""
     units = Units()
     axes = [units.new(12) for _ in range(5)]
     ties, splits = [], []
@@ -158,11 +158,11 @@ def test_whatever_goes_tied_axes_stay_equal_and_split_ones_rectangular(actions):
     for one, other in ties:
         assert [set(u) for u in of(units, one)] == [set(u) for u in of(units, other)]
     every = sorted({unit for axis in axes for found in of(units, axis) for unit in found})
-    for gone in every:
+    for removed in every:
         for whole, sizes, parts in splits:
-            stays = np.array([gone not in found for found in of(units, whole)]).reshape(sizes)
+            remains = np.array([removed not in found for found in of(units, whole)]).reshape(sizes)
             grid = np.ones(sizes, dtype=bool)
             for axis, part in enumerate(parts):
-                own = np.array([gone not in found for found in of(units, part)])
+                own = np.array([removed not in found for found in of(units, part)])
                 grid &= own.reshape([-1 if i == axis else 1 for i in range(len(sizes))])
-            assert np.array_equal(stays, grid)
+            assert np.array_equal(remains, grid)

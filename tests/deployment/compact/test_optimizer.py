@@ -1,4 +1,4 @@
-"""An optimizer that is taken along: training goes on as it would have."""
+"""compact with an optimizer: training continues as with the original model."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 @torch.no_grad()
-def kill_for_good(model: nn.Module) -> None:
-    """Units of which all weights are zero: no gradient, and no decay, ever moves them."""
+def kill_permanently(model: nn.Module) -> None:
+    """Set all weights of some units to zero, so that gradients and decay never change them."""
     for conv, norm, units in ((0, 1, [1, 4]), (3, 4, [2])):
         model[conv].weight[units] = 0
         model[norm].weight[units] = 0
@@ -73,7 +73,7 @@ def transformer() -> nn.Sequential:
 
 
 @torch.no_grad()
-def kill_a_head_and_units_for_good(model: nn.Sequential) -> None:
+def kill_head_and_units_permanently(model: nn.Sequential) -> None:
     attention = model[1].self_attn
     attention.in_proj_weight.view(3, 4, 4, 16)[:, 2] = 0
     attention.in_proj_bias.view(3, 4, 4)[:, 2] = 0
@@ -106,15 +106,15 @@ def _attached(optimizer):
 
 
 NETWORKS = {
-    "cnn": (network, data, kill_for_good),
-    "transformer": (transformer, words, kill_a_head_and_units_for_good),
+    "cnn": (network, data, kill_permanently),
+    "transformer": (transformer, words, kill_head_and_units_permanently),
 }
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_training_goes_on_as_it_would_have(make, kind):
-    """Step for step, in float64: the same losses, and the same weights but for the zeros."""
+def test_training_continues_like_the_original(make, kind):
+    """In float64 every step has the same loss, and the same nonzero weights."""
     build, given, kill = NETWORKS[kind]
     x, y = given()
     x = x.double() if x.is_floating_point() else x
@@ -123,7 +123,7 @@ def test_training_goes_on_as_it_would_have(make, kind):
     for _ in range(3):
         step(model, optimizer, x, y)
     kill(model)
-    for param in model.parameters():  # as the momentum of a weight that has long been zero
+    for param in model.parameters():  # as after many steps at zero
         for value in optimizer.state[param].values():
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 value[param == 0] = 0
@@ -148,11 +148,11 @@ def sorted_nonzeros(param: nn.Parameter) -> torch.Tensor:
     return param[param != 0].sort().values
 
 
-def test_the_state_is_that_of_the_units_that_stay():
+def test_state_of_kept_units_is_carried_over():
     model = network()
     optimizer = OPTIMIZERS["PAdam"](model)
     train(model, optimizer, 2)
-    kill_for_good(model)
+    kill_permanently(model)
     smaller, carried = compact(model, data()[0], optimizer=optimizer)
     kept = [i for i in range(8) if i not in (1, 4)]
     old, new = optimizer.state[model[0].weight], carried.state[smaller[0].weight]
@@ -164,14 +164,14 @@ def test_the_state_is_that_of_the_units_that_stay():
     carried.load_state_dict(copy.deepcopy(carried.state_dict()))
 
 
-def test_an_optimizer_that_has_not_stepped_yet():
+def test_optimizer_without_state():
     model = network()
-    kill_for_good(model)
+    kill_permanently(model)
     smaller, carried = compact(model, data()[0], optimizer=OPTIMIZERS["PAdam"](model))
     train(smaller, carried, 2)
 
 
-def test_no_bias_is_made_that_the_optimizer_does_not_know():
+def test_no_bias_is_added_when_an_optimizer_is_given():
     model = nn.Sequential(nn.Linear(3, 5), nn.Sigmoid(), nn.Linear(5, 2, bias=False))
     model[0].weight.data[1] = 0
     smaller, _ = compact(model, torch.randn(4, 3), optimizer=torch.optim.AdamW(model.parameters()))
@@ -180,14 +180,14 @@ def test_no_bias_is_made_that_the_optimizer_does_not_know():
     assert compact(model, torch.randn(4, 3))[0].out_features == 4
 
 
-def test_an_optimizer_that_is_not_the_models_is_refused():
+def test_optimizer_of_another_model_raises():
     with pytest.raises(CompactError, match="not in this model"):
         compact(network(), data()[0], optimizer=OPTIMIZERS["PAdam"](network()))
     with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer, got str"):
         compact(network(), data()[0], optimizer="PAdam")
 
 
-def test_an_optimizer_whose_state_has_other_shapes_is_refused():
+def test_optimizer_with_factored_state_raises():
     model = network()
     optimizer = torch.optim.Adafactor(model.parameters())
     train(model, optimizer, 1)
