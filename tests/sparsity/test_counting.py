@@ -39,13 +39,13 @@ def test_threshold_is_strict_and_sign_does_not_matter():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
-def test_zeros_are_seen_in_every_dtype(dtype):
+def test_counts_zeros_in_every_dtype(dtype):
     model = nn.Linear(4, 4, bias=False, dtype=dtype)
     model.weight.data[1] = 0
     assert sparsity(model).total == 0.25
 
 
-def test_nan_is_no_zero():
+def test_nan_is_not_counted_as_zero():
     model = nn.Linear(2, 2, bias=False)
     model.weight.data.fill_(float("nan"))
     assert sparsity(model).total == 0
@@ -65,7 +65,7 @@ def test_dead_units_are_rows_and_columns_that_are_all_zero():
     }
 
 
-def test_a_tied_weight_is_counted_once():
+def test_tied_weight_is_counted_once():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -76,19 +76,19 @@ def test_a_tied_weight_is_counted_once():
     assert [layer.name for layer in sparsity(Tied()).layers] == ["embedding.weight"]
 
 
-def test_a_masked_weight_counts_as_masked():
+def test_masked_weight_counts_as_masked():
     model = nn.Linear(10, 10, bias=False)
     prune.random_unstructured(model, "weight", amount=0.3)
     assert sparsity(model).total == pytest.approx(0.3)
 
 
-def test_a_layer_that_died_whole_still_counts_as_decayed():
+def test_all_zero_layer_counts_as_decayed():
     model = small_model()
     model[2].weight.data.zero_()
     assert by_name(sparsity(model))["2.weight"].decayed
 
 
-def test_the_optimizer_says_what_is_decayed():
+def test_optimizer_defines_the_decayed_weights():
     model = small_model()
     model[0].weight.data.zero_()
     groups = [
@@ -100,7 +100,7 @@ def test_the_optimizer_says_what_is_decayed():
     assert report.total == 0
 
 
-def test_table_for_people_and_dict_for_machines():
+def test_table_and_dict():
     model = small_model()
     model[0].weight.data[0] = 0
     report = sparsity(model)
@@ -123,7 +123,7 @@ def test_table_for_people_and_dict_for_machines():
     }
 
 
-def test_empty_tensors_count_nothing():
+def test_empty_tensors():
     model = nn.ParameterDict({"empty": nn.Parameter(torch.empty(0, 3))})
     assert sparsity(model).total == 0
 
@@ -155,17 +155,17 @@ def test_prune_keeps_the_parameter_and_its_gradient_flag():
 
 @pytest.mark.parametrize("function", [sparsity, prune_])
 @pytest.mark.parametrize("threshold", [-1e-3, float("nan"), float("inf")])
-def test_bad_thresholds(function, threshold):
+def test_rejects_bad_thresholds(function, threshold):
     with pytest.raises(ValueError, match="threshold must be finite and >= 0, got"):
         function(small_model(), threshold)
 
 
 @pytest.mark.parametrize("function", [sparsity, prune_])
-def test_only_models(function):
+def test_rejects_other_objects_than_models(function):
     with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, got Tensor"):
         function(torch.zeros(3))
 
 
-def test_a_model_without_parameters():
+def test_model_without_parameters():
     with pytest.raises(ValueError, match="ReLU has no parameters"):
         pdecay.sparsity(nn.ReLU())

@@ -31,26 +31,26 @@ def the_finding(model, optimizer, words):
 
 
 @pytest.mark.parametrize("cls", [PAdam, PSGD])
-def test_a_healthy_run_has_no_findings(cls):
+def test_correct_setup_has_no_findings(cls):
     model = small_model()
     assert found(model, cls(param_groups(model), lr=1e-3, decay=Lp(0.8, 1e-3))) == []
 
 
-def test_a_healthy_attachment_has_no_findings():
+def test_correct_attachment_has_no_findings():
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
     attach(optimizer, Lp(1, 1e-3))
     assert found(model, optimizer) == []
 
 
-def test_plain_optimizer():
+def test_reports_optimizer_without_decay():
     model = small_model()
     finding = the_finding(model, torch.optim.SGD(model.parameters(), lr=0.1), "nothing decays")
     assert finding.level == "error"
     assert "attach" in finding.cure
 
 
-def test_hooks_lost_in_a_deepcopy():
+def test_reports_hooks_lost_in_a_deepcopy():
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attach(optimizer, Lp(1, 1e-3))
@@ -58,14 +58,14 @@ def test_hooks_lost_in_a_deepcopy():
     assert "deepcopy and pickle drop hooks" in the_finding(model, optimizer, "nothing").message
 
 
-def test_nothing_but_biases():
+def test_reports_groups_without_decayed_parameters():
     model = small_model()
     biases = [param for param in model.parameters() if param.ndim < 2]
     optimizer = PAdam(biases)
     assert the_finding(model, optimizer, "nothing decays").level == "error"
 
 
-def test_zero_initialised_tensors_are_named():
+def test_names_zero_initialised_tensors():
     model = small_model()
     nn.init.zeros_(model[2].weight)
     with warnings.catch_warnings():
@@ -77,14 +77,14 @@ def test_zero_initialised_tensors_are_named():
     assert "0.weight" not in finding.message
 
 
-def test_zero_is_no_trap_for_p_2():
+def test_accepts_zero_tensors_for_p_2():
     model = small_model()
     nn.init.zeros_(model[2].weight)
     optimizer = PAdam(model.parameters(), decay=Lp(2, 1e-3))
     assert not any("fixed point" in message for _, message in found(model, optimizer))
 
 
-def test_decayed_norms_and_biases():
+def test_reports_decayed_norms_and_biases():
     model = small_model()
     groups = [{"params": list(model.parameters()), "decay": Lp(2, 1e-3)}]
     finding = the_finding(model, PAdam(groups), "biases or norms decay")
@@ -93,7 +93,7 @@ def test_decayed_norms_and_biases():
     assert "0.weight" not in finding.message
 
 
-def test_lr_zero_and_lam_zero():
+def test_reports_zero_lr_and_zero_lam():
     model = small_model()
     optimizer = PAdam(model.parameters(), lr=0.0, decay=Lp(1, 1e-3))
     assert the_finding(model, optimizer, "lr is 0").level == "hint"
@@ -104,38 +104,38 @@ def test_lr_zero_and_lam_zero():
     assert the_finding(model, optimizer, "lam or decay_scale is 0")
 
 
-def test_p_above_one_gives_no_zeros():
+def test_reports_p_above_one():
     model = small_model()
     assert the_finding(model, PAdam(model.parameters(), decay=Lp(1.2, 1e-3)), "p = 1.2 > 1")
 
 
-def test_l2_twice():
+def test_reports_double_l2():
     model = small_model()
     optimizer = PAdam(model.parameters(), decay=Lp(1, 1e-3) + Lp(2, 1e-2), weight_decay=1e-2)
     assert the_finding(model, optimizer, "both shrink")
 
 
-def test_coupled_l2():
+def test_reports_coupled_l2():
     model = small_model()
     optimizer = torch.optim.Adam(model.parameters(), weight_decay=1e-2)
     attach(optimizer, Lp(1, 1e-3))
     assert the_finding(model, optimizer, "adds weight_decay")
 
 
-def test_an_optimizer_with_its_own_step_size():
+def test_reports_adaptive_step_size():
     model = small_model()
     optimizer = torch.optim.SGD([{"params": list(model.parameters()), "d": 1e-6}], lr=1.0)
     attach(optimizer, Lp(1, 1e-3))
     assert "lr=" in the_finding(model, optimizer, "adapts its own step size").cure
 
 
-def test_a_decay_that_kills_at_once():
+def test_reports_too_strong_decay():
     model = small_model()
     finding = the_finding(model, PAdam(model.parameters(), decay=Lp(1, 1e3)), "halves")
     assert "0.weight" in finding.message
 
 
-def test_parameters_that_the_optimizer_does_not_have():
+def test_reports_parameters_missing_from_optimizer_or_model():
     model = small_model()
     finding = the_finding(model, PAdam(model[0].parameters(), decay=Lp(1, 1e-3)), "not in the opt")
     assert "2.weight" in finding.message
@@ -144,7 +144,7 @@ def test_parameters_that_the_optimizer_does_not_have():
     assert finding.level == "error"
 
 
-def test_broken_and_half_precision_weights():
+def test_reports_non_finite_and_half_precision_weights():
     model = small_model()
     model[0].weight.data[0, 0] = float("nan")
     assert "0.weight" in the_finding(model, PAdam(model.parameters()), "not finite").message
@@ -152,7 +152,7 @@ def test_broken_and_half_precision_weights():
     assert the_finding(model, PAdam(model.parameters()), "half precision").level == "hint"
 
 
-def test_errors_come_first_and_each_has_a_cure():
+def test_sorts_errors_first_and_gives_cures():
     model = small_model()
     model[0].weight.data[0, 0] = float("nan")
     findings = doctor(model, PAdam(model.parameters(), lr=0.0, decay=Lp(1.5, 1e3)))
@@ -163,7 +163,7 @@ def test_errors_come_first_and_each_has_a_cure():
     assert all("cure: " in str(finding) and finding.cure for finding in findings)
 
 
-def test_nothing_is_changed():
+def test_changes_nothing():
     model = small_model()
     optimizer = PAdam(model.parameters())
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -171,7 +171,7 @@ def test_nothing_is_changed():
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before)
 
 
-def test_bad_arguments():
+def test_rejects_bad_arguments():
     model = small_model()
     with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module"):
         doctor([], PAdam(model.parameters()))

@@ -7,7 +7,7 @@ from pdecay import PSGD, Lp, find_lam, sparsity
 
 @pytest.mark.parametrize("p", [0.0, 0.5, 0.8, 1.0, 1.2])
 @pytest.mark.parametrize("share", [0.2, 0.7])
-def test_that_share_is_gone_after_the_steps(p, share):
+def test_share_is_zero_after_the_steps(p, share):
     torch.manual_seed(0)
     model = nn.Linear(60, 60, dtype=torch.float64)
     nn.init.normal_(model.weight, std=0.1)
@@ -16,11 +16,11 @@ def test_that_share_is_gone_after_the_steps(p, share):
     for _ in range(2000):
         model.weight.grad = torch.zeros_like(model.weight)
         optimizer.step()
-    # the last bit of the way is geometric for p >= 1: zero is near, not reached
+    # for p >= 1 the decay becomes geometric near zero and does not reach it
     assert sparsity(model, threshold=1e-3).total == pytest.approx(share, abs=0.03)
 
 
-def test_norms_and_biases_do_not_count():
+def test_ignores_norms_and_biases():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     nn.init.constant_(model[0].weight, 0.5)
     nn.init.constant_(model[0].bias, 100.0)
@@ -37,12 +37,12 @@ def test_norms_and_biases_do_not_count():
         ({"share": 1.0}, "share must be above 0 and below 1, got 1.0"),
     ],
 )
-def test_bad_arguments(arguments, message):
+def test_rejects_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         find_lam(nn.Linear(2, 2), **{"p": 1, "lr": 0.1, "steps": 10, **arguments})
 
 
-def test_nothing_to_look_at():
+def test_rejects_models_without_weights():
     with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module"):
         find_lam([], 1, 0.1, 10)
     with pytest.raises(ValueError, match="no weights that decay"):

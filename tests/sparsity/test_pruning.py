@@ -38,8 +38,8 @@ def weights_of(model):
     return sum(param.numel() for param in model.parameters() if param.ndim >= 2)
 
 
-def still(values):
-    """A parameter that its optimizer leaves where it is, so that only the pruning moves it."""
+def unmoved(values):
+    """Return a parameter with zero gradient, so that only the pruning changes it."""
     param = weight_of(values)
     param.grad = torch.zeros_like(param)
     return param, torch.optim.SGD([param], lr=1.0)
@@ -85,21 +85,21 @@ class TestSchedules:
     def test_sparsity(self, step, expected):
         assert 0.8 * cubic_ramp(step, 100, 700) == pytest.approx(expected, rel=1e-15)
 
-    def test_defaults_are_the_papers(self):
-        pruning = MagnitudePruning(still([1.0])[1], 0.4, 100)
+    def test_defaults_follow_the_paper(self):
+        pruning = MagnitudePruning(unmoved([1.0])[1], 0.4, 100)
         assert pruning.every == 1
         thresholds = [pruning.threshold_at(step) for step in (0, 10, 15, 20, 100)]
         assert thresholds == pytest.approx([0, 0, 0.2, 0.4, 0.4])
-        assert MagnitudePruning(still([1.0])[1], 0.4, 5000).every == 50
+        assert MagnitudePruning(unmoved([1.0])[1], 0.4, 5000).every == 50
 
     def test_no_ramp_is_a_jump(self):
-        pruning = MagnitudePruning(still([1.0])[1], 0.4, 100, start=0.5, ramp=0)
+        pruning = MagnitudePruning(unmoved([1.0])[1], 0.4, 100, start=0.5, ramp=0)
         assert [pruning.threshold_at(step) for step in (49, 50, 51)] == [0, 0, 0.4]
 
 
 class TestMagnitudePruning:
-    def test_by_hand(self):
-        param, optimizer = still([0.05, -0.15, 0.25, -0.35, 0.5])
+    def test_known_values(self):
+        param, optimizer = unmoved([0.05, -0.15, 0.25, -0.35, 0.5])
         MagnitudePruning(optimizer, 0.4, 20, every=1)  # 0 up to step 2, 0.2 at 3, 0.4 from 4 on
         seen = []
         for _ in range(4):
@@ -108,8 +108,8 @@ class TestMagnitudePruning:
         assert seen == [0, 0, 2, 4]
         assert param.tolist() == [[0, 0, 0, 0, 0.5]]
 
-    def test_only_every_few_steps_and_at_the_last(self):
-        param, optimizer = still([0.1, 1.0])
+    def test_prunes_every_few_steps_and_at_the_last(self):
+        param, optimizer = unmoved([0.1, 1.0])
         MagnitudePruning(optimizer, 0.4, 14, every=5, start=0, ramp=0)
         pruned = []
         for step in range(1, 22):
@@ -120,8 +120,8 @@ class TestMagnitudePruning:
                 pruned.append(step)
         assert pruned == [5, 10, 14, 15, 20]
 
-    def test_weights_may_come_back(self):
-        param, optimizer = still([0.1, 1.0])
+    def test_weights_may_become_nonzero_again(self):
+        param, optimizer = unmoved([0.1, 1.0])
         MagnitudePruning(optimizer, 0.4, 100, every=2, start=0, ramp=0)
         optimizer.step()
         optimizer.step()
@@ -132,14 +132,14 @@ class TestMagnitudePruning:
         optimizer.step()
         assert param[0, 0].item() == pytest.approx(0.6)  # ... and then above the threshold
 
-    def test_the_threshold_itself_stays(self):
-        param, optimizer = still([0.5, -0.5, 0.25])
+    def test_weights_at_the_threshold_are_kept(self):
+        param, optimizer = unmoved([0.5, -0.5, 0.25])
         MagnitudePruning(optimizer, 0.5, 10, every=1, start=0, ramp=0)
         optimizer.step()
         assert param.tolist() == [[0.5, -0.5, 0]]
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-    def test_precisions(self, dtype):
+    def test_half_and_double_precision(self, dtype):
         param = nn.Parameter(torch.tensor([[1e-7, -1e-3, 1.0]], dtype=dtype))
         param.grad = torch.zeros_like(param)
         optimizer = torch.optim.SGD([param], lr=1.0)
@@ -148,7 +148,7 @@ class TestMagnitudePruning:
         assert (param == 0).tolist() == [[True, False, False]]
 
     @optimizers
-    def test_all_below_the_threshold_is_zero_at_the_end(self, make):
+    def test_no_weight_below_the_threshold_remains(self, make):
         model = network()
         optimizer = make(model)
         pruning = MagnitudePruning(optimizer, 0.2, 45, every=10)
@@ -161,8 +161,8 @@ class TestMagnitudePruning:
 
 
 class TestGradualMagnitudePruning:
-    def test_by_hand(self):
-        param, optimizer = still([8.0, -1.0, 3.0, -6.0, 2.0, 7.0, 4.0, -5.0])
+    def test_known_values(self):
+        param, optimizer = unmoved([8.0, -1.0, 3.0, -6.0, 2.0, 7.0, 4.0, -5.0])
         GradualMagnitudePruning(optimizer, 0.5, 10, every=1, start=0.2, end=0.6)
         seen = []
         for _ in range(8):
@@ -172,8 +172,8 @@ class TestGradualMagnitudePruning:
         assert seen == [0, 0, 2, 4, 4, 4, 4, 4]
         assert param.tolist() == [[8, 0, 0, -6, 0, 7, 0, -5]]
 
-    def test_only_every_few_steps_and_at_the_ramps_end(self):
-        param, optimizer = still([float(i) for i in range(1, 1001)])
+    def test_prunes_every_few_steps_and_at_the_end_of_the_ramp(self):
+        param, optimizer = unmoved([float(i) for i in range(1, 1001)])
         GradualMagnitudePruning(optimizer, 0.9, 100, every=20, start=0.1, end=0.7)
         changes, before = [], 0
         for step in range(1, 101):
@@ -187,7 +187,7 @@ class TestGradualMagnitudePruning:
 
     @optimizers
     @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.77, 0.95, 0.999])
-    def test_ends_at_the_asked_sparsity(self, make, sparsity):
+    def test_ends_at_the_given_sparsity(self, make, sparsity):
         model = network()
         optimizer = make(model)
         pruning = GradualMagnitudePruning(optimizer, sparsity, 40, every=3)
@@ -198,7 +198,7 @@ class TestGradualMagnitudePruning:
         assert abs(pruning.sparsity_now - sparsity) <= 0.5 / weights_of(model)
 
     @optimizers
-    def test_zeros_stay(self, make):
+    def test_zeros_stay_zero(self, make):
         model = network()
         optimizer = make(model)
         GradualMagnitudePruning(optimizer, 0.8, 50, every=4)
@@ -211,7 +211,7 @@ class TestGradualMagnitudePruning:
         assert dead.any()
         assert optimizer.state or isinstance(optimizer, PSGD)
 
-    def test_momentum_does_not_bring_zeros_back(self):
+    def test_zeros_stay_zero_despite_momentum(self):
         param = weight_of([0.1, 5.0])
         optimizer = torch.optim.Adam([param], lr=0.1)
         GradualMagnitudePruning(optimizer, 0.5, 10, every=1, start=0.1, end=0.2)
@@ -222,7 +222,7 @@ class TestGradualMagnitudePruning:
         assert optimizer.state[param]["exp_avg"][0, 0] < 0
         assert param[0, 1] > 5.5
 
-    def test_the_ranking_is_over_all_weights(self):
+    def test_ranks_all_weights_together(self):
         small, large = weight_of([0.1, 0.2, 0.3]), weight_of([1.0, 2.0, 3.0])
         small.grad, large.grad = torch.zeros_like(small), torch.zeros_like(large)
         optimizer = torch.optim.SGD([small, large], lr=1.0)
@@ -231,8 +231,8 @@ class TestGradualMagnitudePruning:
             optimizer.step()
         assert [count_zeros([small]), count_zeros([large])] == [3, 0]
 
-    def test_a_zero_tensor_can_leave_zero_before_the_ramp(self):
-        # as the second matrix of a low-rank adapter
+    def test_zero_tensor_can_train_before_the_ramp(self):
+        # for example the second matrix of a low-rank adapter
         param = nn.Parameter(torch.zeros(4, 4))
         optimizer = torch.optim.SGD([param], lr=1.0)
         GradualMagnitudePruning(optimizer, 0.25, 20, every=1)
@@ -242,8 +242,8 @@ class TestGradualMagnitudePruning:
         assert (param[0] == 0).all()
         assert (param[1:] > 0).all()
 
-    def test_zeros_beyond_the_asked_stay(self):
-        param, optimizer = still([0.0, 0.0, 0.0, 1.0])
+    def test_additional_zeros_are_kept(self):
+        param, optimizer = unmoved([0.0, 0.0, 0.0, 1.0])
         GradualMagnitudePruning(optimizer, 0.25, 10, every=1)
         for _ in range(10):
             param.grad = torch.zeros_like(param)
@@ -279,7 +279,7 @@ class TestBoth:
 
         again = network(seed=1)
         optimizer = make(again)
-        pruning = prune(optimizer, every=7)  # overruled by the checkpoint, as in torch's schedulers
+        pruning = prune(optimizer, every=7)  # the checkpoint replaces it, as in torch's schedulers
         again.load_state_dict(weights)
         optimizer.load_state_dict(state)
         pruning.load_state_dict(pruned)
@@ -288,7 +288,7 @@ class TestBoth:
             assert torch.equal(one, other)
         assert pruning.last_step == 40
 
-    def test_order_of_the_hooks_beside_a_decay(self, prune):
+    def test_works_before_and_after_attach(self, prune):
         for decay_first in (True, False):
             model = network()
             optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
@@ -309,7 +309,7 @@ class TestBoth:
 
         model = network()
         optimizer = Nested(model.parameters(), lr=0.1)
-        torch.optim.SGD(model.parameters(), lr=0.1)  # so that SGD's own step has hooks too
+        torch.optim.SGD(model.parameters(), lr=0.1)  # makes SGD's own step run hooks too
         pruning = prune(optimizer)
         train(model, optimizer, 3)
         assert pruning.last_step == 3
@@ -329,7 +329,7 @@ class TestBoth:
         train(model, optimizer, 2, first=1)
         assert pruning.last_step == 3
 
-    def test_closures(self, prune):
+    def test_closures_count_one_step(self, prune):
         model = network()
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
         pruning = prune(optimizer, every=1)
@@ -346,7 +346,7 @@ class TestBoth:
         assert pruning.last_step == 30
         assert pruning.sparsity_now > 0.2
 
-    def test_detach(self, prune):
+    def test_detach_removes_the_hooks(self, prune):
         model = network()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         pruning = prune(optimizer, every=1)
@@ -360,7 +360,7 @@ class TestBoth:
         assert zeros_of(model) == 0
         assert pruning.last_step == 30
 
-    def test_chosen_params(self, prune):
+    def test_prunes_only_chosen_params(self, prune):
         model = network()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         pruning = prune(optimizer, every=1, params=iter([model[0].weight, model[0].bias]))
@@ -369,7 +369,7 @@ class TestBoth:
         assert pruning.sparsity_now > 0.2
         assert count_zeros([model[0].weight]) > 0
 
-    def test_groups_that_come_later(self, prune):
+    def test_prunes_added_groups(self, prune):
         model = network()
         optimizer = torch.optim.Adam(model[0].parameters(), lr=0.02)
         prune(optimizer, every=1)
@@ -383,16 +383,18 @@ class TestBoth:
         model[0].weight.requires_grad_(False)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         prune(optimizer, every=1)
-        train(model, optimizer, 40)  # no error; what is in the optimizer is pruned, trained or not
+        train(model, optimizer, 40)
+        assert count_zeros([model[0].weight]) == 0
+        assert count_zeros([model[2].weight]) > 0
 
-    def test_checkpoint_is_plain(self, prune):
+    def test_checkpoint_holds_plain_numbers(self, prune):
         pruning = prune(torch.optim.SGD(network().parameters()))
         state = pruning.state_dict()
         assert all(isinstance(value, int | float) for value in state.values())
         assert copy.deepcopy(state) == state
 
     @pytest.mark.parametrize("total_steps", [0, -5])
-    def test_total_steps(self, prune, total_steps):
+    def test_rejects_bad_total_steps(self, prune, total_steps):
         kind = type(prune(torch.optim.SGD(network().parameters())))
         optimizer = torch.optim.SGD(network().parameters())
         with pytest.raises(ValueError, match=f"whole number >= 1, got {total_steps}"):
@@ -400,24 +402,24 @@ class TestBoth:
         assert not optimizer._optimizer_step_post_hooks
 
     @pytest.mark.parametrize("count", [1.0, "3", True, math.nan])
-    def test_counts_are_whole(self, prune, count):
+    def test_rejects_counts_that_are_not_integers(self, prune, count):
         optimizer = torch.optim.SGD(network().parameters())
         with pytest.raises(TypeError, match="every must be a whole number"):
             prune(optimizer, every=count)
         with pytest.raises(TypeError, match="total_steps must be a whole number"):
             MagnitudePruning(optimizer, 0.5, count)
 
-    def test_every(self, prune):
+    def test_rejects_bad_every(self, prune):
         with pytest.raises(ValueError, match="every must be a whole number >= 1, got 0"):
             prune(torch.optim.SGD(network().parameters()), every=0)
 
-    def test_nothing_to_prune(self, prune):
+    def test_rejects_nothing_to_prune(self, prune):
         with pytest.raises(ValueError, match="nothing to prune"):
             prune(torch.optim.SGD([nn.Parameter(torch.ones(3))]))
         with pytest.raises(ValueError, match="nothing to prune"):
             prune(torch.optim.SGD(network().parameters()), params=[])
 
-    def test_strange_params(self, prune):
+    def test_rejects_unknown_params(self, prune):
         optimizer = torch.optim.SGD(network().parameters())
         with pytest.raises(ValueError, match=r"shape \(2, 3\) that the optimizer does not train"):
             prune(optimizer, params=[torch.ones(2, 3)])
@@ -426,11 +428,11 @@ class TestBoth:
         with pytest.raises(TypeError, match="a list of tensors, got one tensor"):
             prune(optimizer, params=optimizer.param_groups[0]["params"][0])
 
-    def test_no_optimizer(self, prune):
+    def test_rejects_other_objects_than_optimizers(self, prune):
         with pytest.raises(TypeError, match=r"needs a torch\.optim\.Optimizer, got Sequential"):
             prune(network())
 
-    def test_foreign_checkpoint(self, prune):
+    def test_rejects_checkpoint_of_another_class(self, prune):
         pruning = prune(torch.optim.SGD(network().parameters()))
         with pytest.raises(ValueError, match="not a checkpoint of"):
             pruning.load_state_dict({"last_step": 3})
@@ -438,25 +440,25 @@ class TestBoth:
 
 class TestErrors:
     @pytest.mark.parametrize("sparsity", [1, 1.0, 1.5])
-    def test_too_sparse(self, sparsity):
+    def test_rejects_sparsity_of_one_and_above(self, sparsity):
         with pytest.raises(ValueError, match="sparsity must be below 1"):
-            GradualMagnitudePruning(still([1.0])[1], sparsity, 10)
+            GradualMagnitudePruning(unmoved([1.0])[1], sparsity, 10)
 
     @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
-    def test_bad_numbers(self, value):
+    def test_rejects_bad_numbers(self, value):
         with pytest.raises(ValueError, match="sparsity must be finite and >= 0"):
-            GradualMagnitudePruning(still([1.0])[1], value, 10)
+            GradualMagnitudePruning(unmoved([1.0])[1], value, 10)
         with pytest.raises(ValueError, match="threshold must be finite and >= 0"):
-            MagnitudePruning(still([1.0])[1], value, 10)
+            MagnitudePruning(unmoved([1.0])[1], value, 10)
         with pytest.raises(ValueError, match="start must be finite and >= 0"):
-            MagnitudePruning(still([1.0])[1], 0.5, 10, start=value)
+            MagnitudePruning(unmoved([1.0])[1], 0.5, 10, start=value)
 
     @pytest.mark.parametrize(("start", "end"), [(0.5, 0.5), (0.7, 0.1), (0.1, 1.1)])
-    def test_ramp_of_gradual(self, start, end):
+    def test_gradual_rejects_bad_ramp(self, start, end):
         with pytest.raises(ValueError, match="start < end <= 1 must hold"):
-            GradualMagnitudePruning(still([1.0])[1], 0.5, 10, start=start, end=end)
+            GradualMagnitudePruning(unmoved([1.0])[1], 0.5, 10, start=start, end=end)
 
     @pytest.mark.parametrize(("start", "ramp"), [(1.0, 0.0), (0.5, 0.6)])
-    def test_ramp_of_iterative(self, start, ramp):
+    def test_iterative_rejects_bad_ramp(self, start, ramp):
         with pytest.raises(ValueError, match="must reach its final value"):
-            MagnitudePruning(still([1.0])[1], 0.5, 10, start=start, ramp=ramp)
+            MagnitudePruning(unmoved([1.0])[1], 0.5, 10, start=start, ramp=ramp)

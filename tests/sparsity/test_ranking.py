@@ -23,7 +23,7 @@ def sorted_magnitudes(tensors):
 
 
 def smallest(tensors, k):
-    """The k weights of smallest magnitude, the earliest first where some tie: a stable sort."""
+    """Return the indices of the k smallest magnitudes by a stable sort: the earliest first."""
     flat = torch.cat([tensor.detach().reshape(-1).abs().double() for tensor in tensors])
     return flat.sort(stable=True)[1][:k]
 
@@ -74,7 +74,7 @@ class TestKthMagnitude:
             k = data.draw(st.integers(1, total))
             assert kth_magnitude(tensors, k) == sorted_magnitudes(tensors)[k - 1].item()
 
-    def test_doubles_that_single_precision_cannot_tell_apart(self):
+    def test_doubles_that_are_equal_in_single_precision(self):
         w = 1 + torch.arange(10, dtype=torch.float64).flip(0) * 2.0**-52
         assert [kth_magnitude([w], k) for k in range(1, 11)] == w.flip(0).tolist()
 
@@ -87,7 +87,7 @@ class TestKthMagnitude:
     def test_complex_by_magnitude(self):
         assert kth_magnitude([torch.tensor([3 + 4j, 1 + 0j, 0 - 2j])], 3) == 5.0
 
-    def test_nan_is_last(self):
+    def test_nan_ranks_above_infinity(self):
         w = torch.tensor([math.nan, 1.0, math.inf, -math.nan])
         assert [kth_magnitude([w], k) for k in (1, 2)] == [1.0, math.inf]
         assert math.isnan(kth_magnitude([w], 3))
@@ -99,15 +99,15 @@ class TestKthMagnitude:
             assert kth_magnitude([view], 60_000) == expected[59_999].item()
         assert kth_magnitude([w[:, ::3]], 7) == sorted_magnitudes([w[:, ::3]])[6].item()
 
-    def test_parameters_need_no_detaching(self):
+    def test_accepts_parameters(self):
         assert kth_magnitude([torch.nn.Parameter(torch.tensor([2.0, -1.0]))], 2) == 2.0
 
     @pytest.mark.parametrize("k", [0, -1, 4])
-    def test_rank_out_of_range(self, k):
+    def test_rejects_rank_out_of_range(self, k):
         with pytest.raises(ValueError, match=f"from 1 to the number of weights, 3, got {k}"):
             kth_magnitude([torch.ones(3)], k)
 
-    def test_other_errors(self):
+    def test_rejects_bad_arguments(self):
         with pytest.raises(ValueError, match="the number of weights, 0"):
             kth_magnitude([], 1)
         with pytest.raises(TypeError, match=r"k must be an integer, got 1\.0"):
@@ -154,14 +154,14 @@ class TestZeroSmallest:
         assert param.tolist() == [[3.0, 0.0]]
         assert param.requires_grad
 
-    def test_zeros_come_out_positive_and_nan_stays(self):
+    def test_zeros_are_positive_and_nan_is_kept(self):
         w = torch.tensor([-0.0, math.nan, -1e-9, 2.0])
         zero_smallest_([w], 2)
         assert not torch.signbit(w[[0, 2]]).any()
         assert w[1].isnan()
 
     @pytest.mark.parametrize("k", [-1, 4])
-    def test_errors(self, k):
+    def test_rejects_bad_counts(self, k):
         with pytest.raises(ValueError, match="k must be from 1 to the number of weights, 3"):
             zero_smallest_([torch.ones(3)], k)
 
@@ -174,8 +174,8 @@ def test_counts():
     assert group_of(tensors) is None
 
 
-def test_two_ranks(tmp_path):
-    """Each rank runs this file: shards are ranked as the whole is."""
+def test_two_ranks_rank_shards_as_the_whole(tmp_path):
+    """Run this file on each rank."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
@@ -206,8 +206,8 @@ def _on_one_of_two_ranks(rank: int) -> None:
     world = dist.group.WORLD
     generator = torch.Generator().manual_seed(3)
     whole = [torch.randn(9, 4, generator=generator), torch.randn(5, generator=generator)]
-    whole[0][2:7] = 0.5  # ties on both ranks: rank 0 has 3 of these rows, rank 1 has 2
-    cuts = [(5, 3), (0, 0)]  # rank 0 has the first rows; of the second tensor it has nothing
+    whole[0][2:7] = 0.5  # ties on both ranks: 3 of these rows on rank 0, 2 on rank 1
+    cuts = [(5, 3), (0, 0)]  # rank 0 has the first rows, and none of the second tensor
 
     def shards():
         return [
@@ -218,11 +218,11 @@ def _on_one_of_two_ranks(rank: int) -> None:
     expected = sorted_magnitudes(whole)
     for k in (1, 8, 20, 41):
         assert kth_magnitude(shards(), k, world) == expected[k - 1].item()
-    # A rank with nothing at all, and one that alone has doubles.
+    # One rank without tensors, the other with doubles.
     lonely = [w.double() for w in whole] if rank == 1 else []
     assert kth_magnitude(lonely, 8, world) == expected[7].item()
     assert count_weights(shards(), world) == 41
-    # Exactly k go, the earliest ranks first where they tie.
+    # Exactly k are set, ties in the order of ranks.
     at = int((expected < 0.5).sum())
     for k in (0, at, at + 1, at + 12, at + 13, at + 20, 41):
         mine = shards()
@@ -232,7 +232,7 @@ def _on_one_of_two_ranks(rank: int) -> None:
         if rank == 0 and at <= k <= at + 20:
             assert count_zeros([mine[0][2:5]]) == ties_of_0
 
-    # DTensors bring their group with them.
+    # The group of DTensors is found from their mesh.
     mesh = init_device_mesh("cpu", (2,))
     sharded = [distribute_tensor(w.clone(), mesh, [Shard(0)]) for w in whole]
     assert group_of(sharded) is not None
@@ -245,7 +245,7 @@ def _on_one_of_two_ranks(rank: int) -> None:
     with pytest.raises(ValueError, match="cannot rank these weights together"):
         group_of([sharded[0], replicated])
 
-    # Pruning and the proximal step on sharded parameters give what they give on whole ones.
+    # Pruning and the proximal step give the same on sharded and on whole parameters.
     def trained(weight, pruning):
         param = torch.nn.Parameter(weight)
         optimizer = torch.optim.Adam([param], lr=0.05)

@@ -26,13 +26,13 @@ def run(schedule, steps):
     return values
 
 
-def test_a_straight_line_between_milestones_and_flat_around_them():
+def test_linear_between_milestones_and_constant_outside():
     schedule = PSchedule(an_optimizer(), [(2, 2.0), (6, 1.0)])
     assert run(schedule, 8) == [[2], [2], [2], [1.75], [1.5], [1.25], [1], [1], [1]]
     assert schedule.get_last_p() == [[1.0]]
 
 
-def test_it_starts_at_once_and_leaves_lam_alone():
+def test_first_value_is_written_at_construction():
     optimizer = an_optimizer()
     PSchedule(optimizer, [(0, 2.0), (10, 0.8)])
     assert optimizer.param_groups[0]["decay"] == [[2.0, 0.5]]
@@ -43,7 +43,7 @@ def test_restarts():
     assert [p for (p,) in run(schedule, 8)] == pytest.approx([2, 1.5, 1, 0.5, 2, 1.5, 1, 0.5, 2])
 
 
-def test_sums_by_one_number_or_one_for_each_term():
+def test_sums_take_one_number_or_one_for_each_term():
     optimizer = an_optimizer(Lp(0.8, 1e-3) + Lp(2, 1e-2))
     schedule = PSchedule(optimizer, [(0, (2, 2)), (2, (0.8, 2))])
     assert run(schedule, 2) == [[2, 2], [pytest.approx(1.4), 2], [pytest.approx(0.8), 2]]
@@ -51,14 +51,14 @@ def test_sums_by_one_number_or_one_for_each_term():
     assert run(PSchedule(optimizer, [(0, 1.5)]), 1) == [[1.5, 1.5]] * 2
 
 
-def test_groups_without_decay_stay_without():
+def test_groups_without_decay_are_unchanged():
     a, b = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
     optimizer = PSGD([{"params": [a]}, {"params": [b], "decay": None}])
     PSchedule(optimizer, [(0, 1.5)]).step()
     assert [group["decay"] for group in optimizer.param_groups] == [[[1.5, 0.01]], []]
 
 
-def test_at_p_2_a_zero_weight_moves_and_later_it_is_held():
+def test_zero_weights_move_at_p_2_and_stay_zero_below():
     w = nn.Parameter(torch.zeros(2, 2))
     optimizer = PSGD([w], lr=0.1, decay=Lp(2, 0.1))
     schedule = PSchedule(optimizer, [(0, 2.0), (2, 0.5)])
@@ -74,7 +74,7 @@ def test_at_p_2_a_zero_weight_moves_and_later_it_is_held():
     assert not w.any()
 
 
-def test_lam_by_its_multiplier_and_apart_from_lr():
+def test_lam_schedule_is_independent_of_lr_with_decay_lr():
     w = nn.Parameter(torch.ones(2, 2))
     optimizer = PSGD([{"params": [w], "decay_lr": 0.1}], lr=0.0, decay=Lp(2, 1.0))
     schedule = LamSchedule(optimizer, [(0, 0.0), (1, 1.0)])
@@ -85,7 +85,7 @@ def test_lam_by_its_multiplier_and_apart_from_lr():
         assert w[0, 0].item() == pytest.approx(expected)
 
 
-def test_chained_with_an_lr_scheduler_and_on_an_attached_optimizer():
+def test_combines_with_lr_scheduler_on_attached_optimizer():
     w = nn.Parameter(torch.ones(2, 2))
     optimizer = torch.optim.AdamW([w], lr=1.0)
     pdecay.attach(optimizer, Lp(2, 0.1))
@@ -100,7 +100,7 @@ def test_chained_with_an_lr_scheduler_and_on_an_attached_optimizer():
     assert (group["lr"], group["decay"], group["decay_scale"]) == (0.25, [[1.5, 0.1]], 3.0)
 
 
-def test_resumes():
+def test_resume_continues_the_schedule():
     first = PSchedule(an_optimizer(), [(0, 2.0), (10, 0.8)], restart_every=7)
     run(first, 5)
     second = PSchedule(an_optimizer(), [(0, 2.0), (10, 0.8)], restart_every=7)
@@ -129,13 +129,13 @@ def test_bad_milestones_change_nothing(milestones, restart, message):
     assert optimizer.param_groups[0]["decay"] == [[1.0, 0.5]]
 
 
-def test_only_for_an_optimizer_that_decays():
+def test_rejects_optimizer_without_decay():
     plain = torch.optim.SGD([nn.Parameter(torch.ones(2, 2))], lr=0.1)
     with pytest.raises(TypeError, match="needs an optimizer that decays"):
         PSchedule(plain, [(0, 1.0)])
 
 
-def test_a_broken_checkpoint():
+def test_rejects_broken_checkpoint():
     schedule = PSchedule(an_optimizer(), [(0, 1.0)])
     with pytest.raises(ValueError, match="last_step must be a whole number >= 0, got -3"):
         schedule.load_state_dict({"last_step": -3})

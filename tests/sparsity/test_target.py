@@ -69,7 +69,7 @@ DECAYS = [Lp(0, 1.0), Lp(0.5, 1.0), Lp(0.8, 1e-3), Lp(1, 1.0), Lp(1.2, 7.0), Lp(
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("decay", DECAYS, ids=str)
 @pytest.mark.parametrize("asked", [0.5, 0.9])
-def test_ends_where_it_was_asked_to(make, decay, asked):
+def test_ends_at_the_target(make, decay, asked):
     model = build()
     optimizer = make(model, decay)
     target = SparsityTarget(optimizer, asked, STEPS)
@@ -80,14 +80,14 @@ def test_ends_where_it_was_asked_to(make, decay, asked):
     assert pdecay.sparsity(model).total == target.sparsity
 
 
-def test_norms_and_biases_are_left_alone():
+def test_norms_and_biases_are_not_pruned():
     model = build()
     optimizer = padam(model, Lp(0.8, 1))
     train(model, optimizer, SparsityTarget(optimizer, 0.95, STEPS))
     assert all(zero_share([p]) == 0 for p in model.parameters() if p.ndim < 2)
 
 
-def test_follows_the_ramp_and_then_holds():
+def test_follows_the_ramp_and_keeps_the_zeros():
     model = build()
     optimizer = padam(model, Lp(0.8, 1))
     target = SparsityTarget(optimizer, 0.8, STEPS, start=0.1, end=0.5)
@@ -101,7 +101,7 @@ def test_follows_the_ramp_and_then_holds():
     assert seen[STEPS // 2 - 1 :] == [seen[-1]] * (STEPS - STEPS // 2 + 1)
 
 
-def test_the_rest_trains_on_undecayed_after_the_ramp():
+def test_no_decay_after_the_ramp():
     model = build()
     optimizer = padam(model, Lp(0.8, 1))
     target = SparsityTarget(optimizer, 0.5, STEPS)
@@ -110,18 +110,18 @@ def test_the_rest_trains_on_undecayed_after_the_ramp():
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     for group in optimizer.param_groups:
-        group["betas"] = (0.0, 0.999)  # no momentum: only the decay could move a weight
+        group["betas"] = (0.0, 0.999)  # without momentum only the decay could change a weight
     optimizer.step()
     for a, b in zip(before.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_global_by_default_and_each_layer_where_asked():
+def test_ranks_globally_or_per_layer():
     shares = {}
     for per_layer in (False, True):
         model = build()
         with torch.no_grad():
-            model[3].weight.mul_(20)  # large weights survive a common ranking
+            model[3].weight.mul_(20)  # large weights are kept by a common ranking
         optimizer = padam(model, Lp(0.8, 1))
         train(model, optimizer, SparsityTarget(optimizer, 0.75, STEPS, per_layer=per_layer))
         shares[per_layer] = [zero_share([w]) for w in weights(model)]
@@ -130,7 +130,7 @@ def test_global_by_default_and_each_layer_where_asked():
     assert shares[True] == pytest.approx([0.75, 0.75], abs=0.01)
 
 
-def test_targets_of_single_layers():
+def test_layers_can_have_their_own_targets():
     model = build()
     optimizer = padam(model, Lp(0.8, 1))
     first, last = weights(model)
@@ -139,17 +139,17 @@ def test_targets_of_single_layers():
     assert zero_share([first]) == pytest.approx(0.9, abs=0.01)
 
 
-def test_no_layer_goes_below_its_floor_and_the_total_is_still_met():
+def test_floor_is_kept_and_the_target_is_met():
     model = build()
     with torch.no_grad():
-        model[3].weight.mul_(1e-3)  # all of it would go first
+        model[3].weight.mul_(1e-3)  # a common ranking would remove all of it first
     optimizer = PSGD(model.parameters(), lr=1e-4, decay=Lp(0.8, 1))
     train(model, optimizer, SparsityTarget(optimizer, 0.6, STEPS, floor=0.3))
     assert zero_share([model[3].weight]) == pytest.approx(0.7, abs=0.01)
     assert zero_share(weights(model)) == pytest.approx(0.6, abs=0.01)
 
 
-def test_what_is_zero_already_counts():
+def test_existing_zeros_count():
     model = build()
     with torch.no_grad():
         model[0].weight[:8].zero_()
@@ -162,7 +162,7 @@ def test_what_is_zero_already_counts():
 
 @pytest.mark.parametrize("make", [padam, psgd, attached])
 @pytest.mark.parametrize("stop", [1, 20, 41, 50])
-def test_resumes_exactly(make, stop, tmp_path):
+def test_resume_from_file_is_exact(make, stop, tmp_path):
     def fresh():
         model = build()
         optimizer = make(model, Lp(0.8, 1))
@@ -196,7 +196,7 @@ def test_resumes_exactly(make, stop, tmp_path):
         ({"per_layer": {nn.Parameter(torch.ones(3, 3)): 0.5}}, r"do not decay, of shapes \[\(3, 3"),
     ],
 )
-def test_impossible_requests_change_nothing(arguments, message):
+def test_rejects_bad_arguments_and_changes_nothing(arguments, message):
     model = build()
     optimizer = padam(model, Lp(0.8, 1))
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -205,7 +205,7 @@ def test_impossible_requests_change_nothing(arguments, message):
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before)
 
 
-def test_a_target_below_what_is_already_zero():
+def test_rejects_target_below_the_current_sparsity():
     model = build()
     with torch.no_grad():
         model[0].weight[:16].zero_()
@@ -213,7 +213,7 @@ def test_a_target_below_what_is_already_zero():
         SparsityTarget(padam(model, Lp(0.8, 1)), 0.1, STEPS)
 
 
-def test_nothing_to_steer():
+def test_rejects_optimizer_without_steerable_decay():
     model = build()
     biases = [param for param in model.parameters() if param.ndim < 2]
     with pytest.raises(ValueError, match="no decayed weights"):
@@ -225,7 +225,7 @@ def test_nothing_to_steer():
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_frozen_zeros_stay_and_the_rest_moves_freely(make):
+def test_freeze_zeros_keeps_zeros_and_trains_the_rest(make):
     model, plain = build(), build()
     with torch.no_grad():
         for one in (model, plain):
@@ -241,7 +241,7 @@ def test_frozen_zeros_stay_and_the_rest_moves_freely(make):
             opt.zero_grad()
             one(x).square().mean().backward()
             opt.step()
-        with torch.no_grad():  # a plain optimizer needs the mask that freeze_zeros does without
+        with torch.no_grad():  # a plain optimizer needs an explicit mask
             for w, mask in zip(weights(plain), masks, strict=True):
                 w.mul_(mask)
     assert not model[0].weight[::2].any()
@@ -249,13 +249,13 @@ def test_frozen_zeros_stay_and_the_rest_moves_freely(make):
     assert "mask" not in str(optimizer.state_dict())
 
 
-def test_freeze_needs_a_norm_that_holds_zeros():
+def test_freeze_zeros_rejects_p_2():
     model = build()
     with pytest.raises(ValueError, match="only for some p < 2"):
         freeze_zeros(PAdam(model.parameters(), decay=Lp(2, 1)))
 
 
-def test_not_with_an_anchor_that_lets_weights_leave_zero():
+def test_rejects_auxiliaries_that_let_weights_leave_zero():
     model = build()
     optimizer = PAdam(model.parameters(), decay=Lp(0.8, 1), auxiliary=Every(5))
     with pytest.raises(ValueError, match=r"zeros that stay zero, .* use Instant"):
