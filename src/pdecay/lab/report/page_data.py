@@ -165,42 +165,32 @@ def _facts(experiment: Experiment) -> list[dict[str, Any]]:
     reference = dense or accurate
     if accurate is None or reference is None:
         return []
-    close = best.sparsest(points, reference.accuracy - best.ACCURACY_LOSS)
     reference_name = "AdamW" if dense else "the best"
     facts = [
-        ("Best AdamW", dense, "{accuracy} %", "sparsity {sparsity} %"),
-        ("Best accuracy", accurate, "{accuracy} %", "sparsity {sparsity} %"),
+        ("Best AdamW", dense, "accuracy"),
+        ("Best accuracy", accurate, "accuracy"),
         (
             f"Sparsest less than {best.ACCURACY_LOSS:g} points below {reference_name}",
-            close,
-            "{sparsity} %",
-            "accuracy {accuracy} %",
+            best.sparsest(points, reference.accuracy - best.ACCURACY_LOSS),
+            "sparsity",
         ),
-        (
-            "Best trade-off",
-            best.best_tradeoff(points),
-            "{tradeoff}",
-            "accuracy {accuracy} %, sparsity {sparsity} %",
-        ),
+        ("Best trade-off", best.best_tradeoff(points), "tradeoff"),
     ]
-    return [
-        {
-            "title": title,
-            "value": value.format_map(_measures(point)),
-            "detail": f"{experiment.name(point)}: {detail.format_map(_measures(point))}",
-            "point": points.index(point),
-        }
-        for title, point, value, detail in facts
-        if point
-    ]
-
-
-def _measures(point: Point) -> dict[str, str]:
-    return {
-        "accuracy": f"{point.accuracy:.2f}",
-        "sparsity": f"{100 * point.sparsity:.2f}",
-        "tradeoff": f"{point.tradeoff:.2f}",
-    }
+    found = []
+    for title, point, measure in facts:
+        if point:
+            values = {
+                "accuracy": f"{point.accuracy:.2f} %",
+                "sparsity": f"{100 * point.sparsity:.2f} %",
+                "tradeoff": f"{point.tradeoff:.2f}",
+            }
+            others = [
+                f"{name} {values[name]}" for name in ("accuracy", "sparsity") if name != measure
+            ]
+            detail = f"{experiment.name(point)}: {', '.join(others)}"
+            fact = {"title": title, "value": values[measure], "detail": detail}
+            found.append({**fact, "point": points.index(point)})
+    return found
 
 
 def _origin(experiment: Experiment) -> str:
