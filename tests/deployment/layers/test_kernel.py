@@ -1,4 +1,4 @@
-"""The sparse kernel against torch's dense one, over shapes, ways to cut the work and threads."""
+"""The sparse kernel compared with torch, over shapes, work partitions and threads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import conv2d, linear, pad
 
+from pdecay.deployment.layers import conv_plan as conv_module
 from pdecay.deployment.layers import kernel as layers_kernel
-from pdecay.deployment.layers import tiling as layers_plan
+from pdecay.deployment.layers import row_plan as row_module
+from pdecay.deployment.layers.conv_plan import conv_plan
 from pdecay.deployment.layers.kernel import Call
-from pdecay.deployment.layers.tiling import NonZeros, Shape, convolution, rows
+from pdecay.deployment.layers.row_plan import row_plan
+from pdecay.deployment.layers.shapes import NonZeros, Shape
 
 pytestmark = pytest.mark.usefixtures("needs_native")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
@@ -33,7 +36,7 @@ def draw_weight(random: torch.Generator, shape: tuple[int, ...], sparsity: float
 
 
 def assert_close(got: Tensor, wanted: Tensor, scale: Tensor) -> None:
-    """Relative to what is summed up, as rounding is; `scale` is the sum of the absolute terms."""
+    """Compare relative to `scale`, the sum of the absolute terms, as rounding errors are."""
     assert got.shape == wanted.shape
     assert got.is_contiguous()
     error = (got.double() - wanted).abs()
@@ -42,12 +45,13 @@ def assert_close(got: Tensor, wanted: Tensor, scale: Tensor) -> None:
 
 
 @pytest.fixture
-def cut(monkeypatch):
-    """Sets by what the work is cut, so that small inputs are cut as large ones are."""
+def partition(monkeypatch):
+    """Set the constants that partition the work, so that small inputs have many parts."""
 
     def set_(**values: float) -> None:
         for name, value in values.items():
-            module = layers_kernel if name == "_THREAD_WORK" else layers_plan
+            modules = (layers_kernel, conv_module, row_module)
+            (module,) = [one for one in modules if hasattr(one, name)]
             monkeypatch.setattr(module, name, value)
 
     return set_
@@ -123,7 +127,7 @@ CASE = {
 @example({**CASE, "shape": Shape(40, 40), "height": 1, "width": 1, "images": 33, "planned": 33})
 @example({**CASE, "shape": Shape(20, 40, stride=(2, 2)), "height": 16, "width": 16})
 @example({**CASE, "shape": Shape(6, 6, (3, 3), groups=6), "dtype": torch.float64})  # depthwise
-def test_as_torch_has_it(cut, threads, case):
+def test_convolution_matches_torch(partition, threads, case):
     shape, dtype = case["shape"], case["dtype"]
     random = torch.Generator().manual_seed(0)
     kernel = (shape.out_channels, shape.in_channels // shape.groups, *shape.kernel)
@@ -132,9 +136,9 @@ def test_as_torch_has_it(cut, threads, case):
     size = (case["images"], shape.in_channels, case["height"], case["width"])
     x = torch.randn(size, generator=random, dtype=dtype)
 
-    cut(_CACHE=case["cache"], _VISIT=1, _ALIGNED_PAYS=case["aligned"], _THREAD_WORK=1)
+    partition(_CACHE=case["cache"], _MIN_VISIT=1, _MIN_ALIGNED=case["aligned"], _THREAD_WORK=1)
     threads(case["threads"])
-    plan = convolution(
+    plan = conv_plan(
         shape, non_zeros(weight, bias), *size[2:], images=case["planned"], relu=case["relu"]
     )
     out_shape = (case["images"], shape.out_channels, *shape.output(*size[2:]))
@@ -170,8 +174,8 @@ def test_as_torch_has_it(cut, threads, case):
 @example(32, 16, 1, 0.5, False, False, torch.float32, 1, 0)  # a single window
 @example(31, 16, 1, 0.5, False, False, torch.float32, 1, 0)  # none: dot products
 @example(1024, 1024, 1, 0.95, True, True, torch.float32, 2, 0)
-def test_a_linear_layer_is_a_convolution_of_pixels_or_goes_row_by_row(
-    cut, threads, inputs, outputs, count, sparsity, relu, with_more, dtype, number, tile_pays
+def test_linear_layer_matches_torch(
+    partition, threads, inputs, outputs, count, sparsity, relu, with_more, dtype, number, tile_fill
 ):
     random = torch.Generator().manual_seed(1)
     weight = draw_weight(random, (outputs, inputs), sparsity, dtype)
@@ -182,12 +186,12 @@ def test_a_linear_layer_is_a_convolution_of_pixels_or_goes_row_by_row(
     more = torch.randn(count, outputs, generator=random, dtype=dtype) if with_more else None
     if more is not None:
         wanted, scale = wanted + more.double(), scale + more.double().abs()
-    cut(_CACHE=64, _VISIT=1, _THREAD_WORK=1, _NEAR=2, _TILE_PAYS=tile_pays)
+    partition(_CACHE=64, _MIN_VISIT=1, _THREAD_WORK=1, _NEIGHBOURHOOD=2, _MIN_TILE_FILL=tile_fill)
     threads(number)
     shape, weights = Shape(inputs, outputs), non_zeros(weight, bias)
     for plan in (
-        convolution(shape, weights, 1, 1, min(count, 128), relu),
-        rows(shape, weights, relu),
+        conv_plan(shape, weights, 1, 1, min(count, 128), relu),
+        row_plan(shape, weights, relu),
     ):
         got = Call(plan, count, (count, outputs))(x, more)
         assert_close(got, wanted.relu() if relu else wanted, scale)
@@ -196,12 +200,14 @@ def test_a_linear_layer_is_a_convolution_of_pixels_or_goes_row_by_row(
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("at", [0, 30, 99])
 @pytest.mark.parametrize("inputs", [100, 96 + 16])
-def test_a_row_that_is_not_finite_is_read_where_weights_are_alone(inputs, at, value):
+def test_non_finite_input_of_row_kernel_reaches_only_its_readers(inputs, at, value):
     random = torch.Generator().manual_seed(3)
     weight = draw_weight(random, (40, inputs), 0.9, torch.float32)
     x = torch.randn(2, inputs, generator=random)
     x[1, at] = value
-    got = Call(rows(Shape(inputs, 40), non_zeros(weight, torch.zeros(40)), False), 2, (2, 40))(x)
+    got = Call(row_plan(Shape(inputs, 40), non_zeros(weight, torch.zeros(40)), False), 2, (2, 40))(
+        x
+    )
     read = weight[:, at] != 0
     assert 0 < read.sum() < 40
     wanted = x.nan_to_num(0, 0, 0) @ weight.T
@@ -209,30 +215,30 @@ def test_a_row_that_is_not_finite_is_read_where_weights_are_alone(inputs, at, va
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def test_a_matrix_is_cut_into_few_tiles():
+def test_tiles_are_well_filled():
     if not layers_kernel.library().pdecay_has_tiles():
-        pytest.skip("short vectors, or a compiler that does not permute them")
+        pytest.skip("short vectors, or a compiler without variable permutations")
     random = torch.Generator().manual_seed(4)
     weight = draw_weight(random, (1024, 1024), 0.9, torch.float32)
-    arrays = rows(Shape(1024, 1024), non_zeros(weight, torch.zeros(1024)), False).arrays
+    arrays = row_plan(Shape(1024, 1024), non_zeros(weight, torch.zeros(1024)), False).arrays
     used = int((arrays["tile_value"] != 0).sum())
     assert used == int((weight != 0).sum())
     assert int(arrays["tile_base"].max()) <= 1024 - 2 * layers_kernel.lanes_of(torch.float32)
     assert used > 0.5 * arrays["tile_value"].numel()
     weight = draw_weight(random, (1024, 1024), 0.999, torch.float32)
-    arrays = rows(Shape(1024, 1024), non_zeros(weight, torch.zeros(1024)), False).arrays
-    assert "tile_value" not in arrays  # they would be all but empty
+    arrays = row_plan(Shape(1024, 1024), non_zeros(weight, torch.zeros(1024)), False).arrays
+    assert "tile_value" not in arrays  # they would be mostly empty
 
 
 @pytest.mark.parametrize("relu", [False, True])
-def test_what_is_not_finite_reaches_the_outputs_that_read_it_and_no_other(relu):
+def test_non_finite_input_reaches_only_its_readers(relu):
     weight = torch.zeros(3, 2, 3, 3)
     weight[0, 0, 1, 1] = 1.0
     weight[1, 1, 1, 1] = -2.0
     x = torch.zeros(1, 2, 4, 4)
     x[0, 0, 2, 1] = math.nan
     x[0, 1, 0, 3] = math.inf
-    plan = convolution(
+    plan = conv_plan(
         Shape(2, 3, (3, 3), padding=(1, 1, 1, 1)), non_zeros(weight, torch.ones(3)), 4, 4, 1, relu
     )
     got = Call(plan, 1, (1, 3, 4, 4))(x)
@@ -244,25 +250,25 @@ def test_what_is_not_finite_reaches_the_outputs_that_read_it_and_no_other(relu):
 
 @pytest.mark.parametrize("size", [(1, 1), (4, 4), (16, 16), (32, 32), (5, 7)])
 @pytest.mark.parametrize("nonzeros", [0, 1])
-def test_no_weight_or_a_single_one(size, nonzeros):
+def test_zero_and_one_nonzero(size, nonzeros):
     weight = torch.zeros(17, 3, 3, 3)
     weight.view(-1)[weight.numel() // 2] = nonzeros
     bias = torch.arange(17.0)
     x = torch.randn(3, 3, *size)
     shape = Shape(3, 17, (3, 3), padding=(1, 1, 1, 1))
-    plan = convolution(shape, non_zeros(weight, bias), *size, images=3, relu=False)
+    plan = conv_plan(shape, non_zeros(weight, bias), *size, images=3, relu=False)
     got = Call(plan, 3, (3, 17, *size))(x)
     torch.testing.assert_close(got, conv2d(x, weight, bias, padding=1))
 
 
-def test_many_threads_share_nothing():
-    """Python threads run the kernel at once, each in scratch memory of its own."""
+def test_concurrent_python_threads():
+    """Each thread has its own scratch memory."""
     from concurrent.futures import ThreadPoolExecutor
 
     random = torch.Generator().manual_seed(2)
     weight = draw_weight(random, (32, 32, 3, 3), 0.9, torch.float32)
     weights = non_zeros(weight, torch.zeros(32))
-    call = Call(convolution(SAME_32, weights, 8, 8, 4, False), 4, (4, 32, 8, 8))
+    call = Call(conv_plan(SAME_32, weights, 8, 8, 4, False), 4, (4, 32, 8, 8))
     inputs = [torch.randn(4, 32, 8, 8, generator=random) for _ in range(16)]
     with ThreadPoolExecutor(4) as pool:
         for x, got in zip(inputs, pool.map(call, inputs), strict=True):

@@ -1,4 +1,4 @@
-"""The sparse layers as modules: as torch's own, but for gradients."""
+"""Sparse layers as modules: equal to torch's layers, except that they have no gradients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from pdecay.deployment.layers import base
 from pdecay.deployment.layers import kernel as layers_kernel
-from pdecay.deployment.layers import modules as layers
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLinear, why_not
 
 needs_kernel = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
@@ -35,7 +35,7 @@ def dense_conv(*args, **options):
 
 
 def mostly_zero(kind, *args, **options):
-    """A dense layer, nine tenths of which are zero."""
+    """Return a dense layer with 90 % zeros."""
     with torch.inference_mode(False), torch.no_grad():
         layer = kind(*args, **options)
         layer.weight.mul_(torch.rand(layer.weight.shape) >= 0.9)
@@ -58,7 +58,7 @@ def mostly_zero(kind, *args, **options):
     ],
     ids=str,
 )
-def test_a_convolution_with_all_of_torchs_options(options):
+def test_convolution_options(options):
     dense = dense_conv(4, 8, **{"kernel_size": 3, **options})
     sparse = SparseConv2d(dense)
     for size in ((3, 4, 12, 9), (4, 16, 16), (1, 4, 32, 32), (0, 4, 12, 9)):
@@ -72,7 +72,7 @@ def test_a_convolution_with_all_of_torchs_options(options):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_linear_layer_on_inputs_of_any_shape(bias, dtype):
+def test_linear_layer_input_shapes(bias, dtype):
     dense = dense_linear(30, 20, bias=bias, dtype=dtype)
     sparse = SparseLinear(dense)
     for size in ((30,), (1, 30), (5, 30), (2, 3, 30), (4, 100, 30), (0, 30), (2, 0, 30)):
@@ -84,7 +84,7 @@ def test_a_linear_layer_on_inputs_of_any_shape(bias, dtype):
     assert (back.bias is None) == (dense.bias is None)
 
 
-def test_inputs_in_any_memory_format():
+def test_input_memory_formats():
     dense = dense_conv(4, 8, 3, padding=1)
     sparse = SparseConv2d(dense)
     x = torch.randn(2, 4, 10, 20)
@@ -98,7 +98,7 @@ def test_inputs_in_any_memory_format():
     torch.testing.assert_close(SparseLinear(linear)(x.mT.mT[..., :, :]), linear(x))
 
 
-def test_a_relu_may_be_part_of_it():
+def test_relu():
     for dense, x in (
         (dense_conv(4, 8, 3), torch.randn(2, 4, 9, 9)),
         (dense_linear(16, 8), torch.randn(40, 16)),
@@ -120,7 +120,7 @@ def test_a_relu_may_be_part_of_it():
     ],
     ids=str,
 )
-def test_something_may_be_added_to_its_output(dense, size, relu):
+def test_sum_with_tensor_of_output_shape(dense, size, relu):
     linear = len(dense) == 2
     dense = dense_linear(*dense) if linear else dense_conv(*dense)
     sparse = (SparseLinear if linear else SparseConv2d)(dense, relu=relu)
@@ -140,22 +140,22 @@ def test_something_may_be_added_to_its_output(dense, size, relu):
         torch.tensor(-0.5),
         torch.randn(8),
         torch.randn(3, 1),
-        torch.randn(4, 3, 8),  # larger than the output: what is added spreads it
+        torch.randn(4, 3, 8),  # broadcasts the output
         torch.randn(3, 8, dtype=torch.float64),
         torch.arange(8),
     ],
     ids=lambda more: str(getattr(more, "shape", more)),
 )
-def test_it_adds_what_torch_adds(more, relu):
+def test_sum_broadcasts_like_torch(more, relu):
     dense = dense_linear(16, 8)
     sparse, x = SparseLinear(dense, relu=relu), torch.randn(3, 16)
     wanted = (dense(x) + more).relu() if relu else dense(x) + more
     torch.testing.assert_close(sparse(x, more), wanted, rtol=1e-5, atol=1e-5)
-    one = sparse(x[:1])  # the plan is as it was
+    one = sparse(x[:1])  # the plan is unchanged
     torch.testing.assert_close(one, dense(x[:1]).relu() if relu else dense(x[:1]))
 
 
-def test_what_is_added_may_require_a_gradient():
+def test_summand_may_require_gradient():
     with torch.inference_mode(False):
         sparse, x = SparseLinear(dense_linear(16, 8)), torch.randn(3, 16)
         more = torch.randn(3, 8, requires_grad=True)
@@ -163,7 +163,7 @@ def test_what_is_added_may_require_a_gradient():
         assert torch.equal(more.grad, torch.ones(3, 8))
 
 
-def test_a_layer_without_any_weight_left():
+def test_layer_without_nonzeros():
     dense = dense_linear(8, 4)
     dense.weight.data.zero_()
     sparse = SparseLinear(dense)
@@ -171,14 +171,14 @@ def test_a_layer_without_any_weight_left():
     assert torch.equal(sparse(torch.randn(3, 8)), dense.bias.expand(3, 4))
 
 
-@pytest.mark.parametrize("way", ["copy", "pickle", "save"])
-def test_it_is_copied_and_saved_after_use(way):
+@pytest.mark.parametrize("method", ["copy", "pickle", "save"])
+def test_copy_and_pickle_after_use(method):
     dense = dense_conv(4, 8, 3, padding=1)
     sparse, x = SparseConv2d(dense), torch.randn(2, 4, 9, 9)
     wanted = sparse(x)
-    if way == "copy":
+    if method == "copy":
         other = copy.deepcopy(sparse)
-    elif way == "pickle":
+    elif method == "pickle":
         other = pickle.loads(pickle.dumps(sparse))
     else:
         file = io.BytesIO()
@@ -189,7 +189,7 @@ def test_it_is_copied_and_saved_after_use(way):
     assert other.values.data_ptr() != sparse.values.data_ptr()
 
 
-def test_state_dicts_and_conversions_change_what_it_computes():
+def test_load_state_dict_and_conversion_take_effect():
     with torch.inference_mode(False):
         one, x = SparseLinear(dense_linear(8, 4)), torch.randn(3, 8)
         before = one(x)
@@ -204,7 +204,7 @@ def test_state_dicts_and_conversions_change_what_it_computes():
             one(x)
 
 
-def test_buffers_that_are_no_weight_are_refused():
+def test_inconsistent_buffers_are_rejected():
     with torch.inference_mode(False):
         one, x = SparseLinear(dense_linear(8, 4)), torch.randn(3, 8)
         before = one(x)
@@ -220,7 +220,7 @@ def test_buffers_that_are_no_weight_are_refused():
         assert torch.equal(one(x), before)
 
 
-def test_where_the_kernel_cannot_follow_it_computes_densely():
+def test_unsupported_dtype_computes_densely():
     with torch.inference_mode(False), torch.no_grad():
         dense, x = dense_linear(8, 4), torch.randn(3, 8).bfloat16()
         sparse = SparseLinear(dense).bfloat16()
@@ -229,7 +229,7 @@ def test_where_the_kernel_cannot_follow_it_computes_densely():
         torch.testing.assert_close(got, dense.bfloat16()(x))
 
 
-def test_it_says_what_it_is():
+def test_repr():
     dense = dense_linear(100, 10)
     sparse = SparseLinear(dense)
     count = int((dense.weight != 0).sum())
@@ -241,36 +241,36 @@ def test_it_says_what_it_is():
     assert "relu=True" in shown
 
 
-def test_bytes_count_what_is_held():
+def test_nbytes_includes_plans():
     sparse = SparseLinear(dense_linear(64, 32))
     stored = sum(tensor.nbytes for tensor in sparse.state_dict().values())
     assert sparse.nbytes == stored
     sparse(torch.randn(1, 64))
     for_a_row = sparse.nbytes
-    assert for_a_row >= stored  # dot products read the buffers themselves, tiles do not
+    assert for_a_row >= stored  # tiles take memory, dot products none
     sparse(torch.randn(64, 64))
     assert sparse.nbytes > for_a_row
 
 
-def test_only_so_many_shapes_are_remembered():
+def test_caches_are_bounded():
     sparse = SparseConv2d(dense_conv(1, 2, 3))
     dense = sparse.to_dense()
-    for size in range(3, 3 + 3 * layers._PLANS):
+    for size in range(3, 3 + 3 * base._MAX_PLANS):
         x = torch.randn(1, 1, size, 5)
         torch.testing.assert_close(sparse(x), dense(x), rtol=1e-5, atol=1e-5)
-        assert len(sparse._plans) <= layers._PLANS
+        assert len(sparse._plans) <= base._MAX_PLANS
     linear = SparseLinear(dense_linear(4, 4))
     for rows in range(200):
         linear(torch.randn(rows, 4))
     assert len(linear._plans) <= 9
-    assert len(linear._calls) <= layers._SHAPES
+    assert len(linear._calls) <= base._MAX_SHAPES
 
 
-def test_a_gradient_is_refused_and_no_grad_is_enough():
+def test_gradient_is_rejected_unless_no_grad():
     with torch.inference_mode(False):
         sparse = SparseLinear(dense_linear(8, 4))
         x = torch.randn(3, 8, requires_grad=True)
-        with pytest.raises(RuntimeError, match="computes no gradients, and its input requires one"):
+        with pytest.raises(RuntimeError, match="computes no gradients, but its input requires one"):
             sparse(x)
         with torch.no_grad():
             assert not sparse(x).requires_grad
@@ -279,30 +279,30 @@ def test_a_gradient_is_refused_and_no_grad_is_enough():
 
 
 @pytest.mark.parametrize(
-    ("layer", "size", "told"),
+    ("layer", "size", "message"),
     [
         ("linear", (3, 7), r"expected an input of 8 features, got \(3, 7\)"),
         ("linear", (), r"expected an input of 8 features, got \(\)"),
         ("conv", (3, 7), r"expected images of 4 channels, got \(3, 7\)"),
         ("conv", (1, 3, 9, 9), r"expected images of 4 channels, got \(1, 3, 9, 9\)"),
-        ("conv", (1, 4, 2, 9), "the kernel reaches over 3 x 3 pixels, more than an input of 2 x 9"),
+        ("conv", (1, 4, 2, 9), "the kernel covers 3 x 3 pixels, more than the padded input"),
     ],
 )
-def test_an_input_that_does_not_fit(layer, size, told):
+def test_wrong_input_shape_is_rejected(layer, size, message):
     sparse = SparseLinear(dense_linear(8, 4)) if layer == "linear" else None
     sparse = sparse or SparseConv2d(dense_conv(4, 8, 3))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         sparse(torch.randn(size))
 
 
-def test_other_dtypes_are_refused():
+def test_other_dtypes_are_rejected():
     dense = dense_linear(8, 4, dtype=torch.bfloat16)
     assert why_not(dense) == "of dtype bfloat16"
     with pytest.raises(ValueError, match="holds float32 or float64 weights on the CPU, got torch"):
         SparseLinear(dense)
 
 
-def test_without_a_compiler_it_computes_densely_and_says_so_once(monkeypatch):
+def test_dense_fallback_without_compiler_warns_once(monkeypatch):
     monkeypatch.setattr(layers_kernel, "available", lambda: "no C compiler found")
     for dense, x in (
         (dense_linear(8, 4), torch.randn(3, 8)),
@@ -316,7 +316,7 @@ def test_without_a_compiler_it_computes_densely_and_says_so_once(monkeypatch):
         assert why_not(dense) == "no C compiler found"
 
 
-def test_under_autocast_it_takes_short_numbers():
+def test_autocast_accepts_half_precision_input():
     dense = dense_linear(8, 4)
     sparse, x = SparseLinear(dense), torch.randn(3, 8)
     for _ in range(2):
@@ -327,7 +327,7 @@ def test_under_autocast_it_takes_short_numbers():
 
 
 @pytest.mark.parametrize("kind", [SparseLinear, SparseConv2d])
-def test_torchs_default_device_is_no_concern_of_it(kind):
+def test_default_device_is_ignored(kind):
     linear = kind is SparseLinear
     dense = dense_linear(64, 48) if linear else dense_conv(4, 8, 3, padding=1)
     sparse = kind(dense)
@@ -340,12 +340,12 @@ def test_torchs_default_device_is_no_concern_of_it(kind):
         assert torch.equal(sparse.to_dense().weight, dense.weight)
 
 
-def test_many_threads_with_more_shapes_than_it_remembers():
+def test_concurrent_calls_beyond_cache_size():
     from concurrent.futures import ThreadPoolExecutor
 
     dense = dense_conv(1, 2, 3)
     sparse = SparseConv2d(dense)
-    inputs = [torch.randn(1, 1, 3 + k % (2 * layers._PLANS), 5) for k in range(400)]
+    inputs = [torch.randn(1, 1, 3 + k % (2 * base._MAX_PLANS), 5) for k in range(400)]
     with torch.inference_mode(False), torch.no_grad():
         wanted = [dense(x) for x in inputs]
         with ThreadPoolExecutor(4) as pool:
@@ -354,18 +354,18 @@ def test_many_threads_with_more_shapes_than_it_remembers():
 
 
 @needs_kernel
-@pytest.mark.parametrize("way", ["functionalize", "vmap", "make_fx", "fake"])
-def test_transformed_it_is_the_dense_layer(way):
-    """Where a tensor has no memory of its own, or what is done with it is recorded."""
+@pytest.mark.parametrize("transform", ["functionalize", "vmap", "make_fx", "fake"])
+def test_transforms_use_dense_layer(transform):
+    """Traced tensors may have no memory, and the kernel's work would not be recorded."""
     with torch.inference_mode(False), torch.no_grad():
         dense = dense_linear(8, 4)
         sparse, x = SparseLinear(dense), torch.randn(3, 8)
-        sparse(x)  # it knows this shape
-        if way == "functionalize":
+        sparse(x)  # the shape is cached
+        if transform == "functionalize":
             got = torch.func.functionalize(sparse)(x)
-        elif way == "vmap":
+        elif transform == "vmap":
             got = torch.func.vmap(sparse)(x)
-        elif way == "make_fx":
+        elif transform == "make_fx":
             got = make_fx(sparse)(torch.randn(3, 8))(x)
         else:
             with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -376,7 +376,7 @@ def test_transformed_it_is_the_dense_layer(way):
 
 
 @needs_kernel
-def test_traced_it_is_the_dense_layer():
+def test_torch_export_uses_dense_layer():
     with torch.inference_mode(False), torch.no_grad():
         dense = dense_conv(4, 8, 3, padding=1)
         sparse, x = SparseConv2d(dense), torch.randn(2, 4, 9, 9)
@@ -386,8 +386,8 @@ def test_traced_it_is_the_dense_layer():
 
 
 @needs_kernel
-@pytest.mark.filterwarnings("ignore")  # the exporter's own
-def test_exported_to_onnx_it_is_the_dense_layer(tmp_path):
+@pytest.mark.filterwarnings("ignore")  # warnings of the exporter
+def test_onnx_export_uses_dense_layer(tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     with torch.inference_mode(False), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Calls of `sparse_conv.c`: the plan that it goes by, and the memory that it needs."""
+"""Calls of the C kernel `sparse_conv.c`: its plan, its scratch memory and its library."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch._C._functorch import peek_interpreter_stack
 
 from pdecay._native.build import KernelUnavailable, load
 
-# Threads cost a few microseconds to start: multiply-adds that each should have.
+# Minimum multiply-adds per thread: starting a thread costs a few microseconds.
 _THREAD_WORK = 1 << 16
 
 
 class _Struct(ctypes.Structure):
-    """`plan` of sparse_conv.c."""
+    """The C struct `plan` of sparse_conv.c."""
 
     _fields_ = [
         (name, ctypes.c_int64)
@@ -40,7 +40,7 @@ class _Struct(ctypes.Structure):
 
 
 def available() -> str | None:
-    """None if the kernel is or can be compiled here, else the reason."""
+    """Return None if the kernel can be compiled here, else the reason why not."""
     try:
         library()
     except KernelUnavailable as reason:
@@ -49,9 +49,9 @@ def available() -> str | None:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether the kernel must not run on this, as it reads and writes memory unseen.
+    """Return whether operations on a tensor are recorded or transformed.
 
-    Operations on it are recorded or changed, or it only stands for another tensor.
+    The kernel accesses raw memory, which tracers cannot see, so it must not run then.
     """
     return (
         torch.compiler.is_compiling()
@@ -66,41 +66,41 @@ def is_traced(x: Tensor) -> bool:
 
 
 class Call:
-    """A plan on one shape of input: all that a call takes, made once.
+    """A kernel call for one input shape, with everything prepared.
 
     Args:
-        plan: what the kernel goes by.
-        count: how many images or rows the input has.
+        plan: the plan.
+        count: the number of images or rows of the input.
         out_shape: the shape of the output.
     """
 
     def __init__(self, plan: Plan, count: int, out_shape: tuple[int, ...]) -> None:
-        self._plan = plan  # its memory is read in every call
+        self._plan = plan  # keeps its memory alive
         self._address = ctypes.addressof(plan.struct)
         self._function = plan.function
         self._scratch = plan.scratch
         self._count = count
-        # `empty_like` takes half the time of `empty`; this holds one number.
+        # A template for `empty_like`, which is twice as fast as `empty`. It holds one element.
         self._like = torch.empty((), dtype=plan.dtype, device="cpu").expand(out_shape)
         self._threads = max(1, count * plan.work // _THREAD_WORK)
 
     def __call__(self, x: Tensor, more: Tensor | float | None = None) -> Tensor:
-        """The output. `x` is contiguous, of the shape and dtype that this is made for.
+        """Return the output for a contiguous input of the prepared shape and dtype.
 
-        `more`, if given, is added before a ReLU, as torch adds: by the kernel, if it is a tensor
-        that has the output's dtype and shape, or spreads to it.
+        `more`, if given, is added before the ReLU: by the kernel if it has the output's dtype and
+        can be expanded to its shape, else by torch.
         """
         if more is None:
             return self._run(self._address, x, None)
         if self._can_add(more):
             return self._run(self._address, x, more.expand_as(self._like).contiguous())
-        bare = _Struct.from_buffer_copy(self._plan.struct)
-        bare.relu = 0
-        y = self._run(ctypes.addressof(bare), x, None) + more
+        without_relu = _Struct.from_buffer_copy(self._plan.struct)
+        without_relu.relu = 0
+        y = self._run(ctypes.addressof(without_relu), x, None) + more
         return y.relu() if self._plan.struct.relu else y
 
     def _can_add(self, more: Tensor | float) -> TypeGuard[Tensor]:
-        """Whether the kernel can add this to the output."""
+        """Return whether the kernel can add this to the output."""
         like = self._like
         if not isinstance(more, Tensor) or more.dtype is not like.dtype or not more.is_cpu:
             return False
@@ -109,7 +109,7 @@ class Call:
         if more.shape == like.shape:
             return True
         sizes = zip(reversed(more.shape), reversed(like.shape), strict=False)
-        return more.dim() <= like.dim() and all(one in (1, whole) for one, whole in sizes)
+        return more.dim() <= like.dim() and all(one in (1, full) for one, full in sizes)
 
     def _run(self, plan: int, x: Tensor, more: Tensor | None) -> Tensor:
         out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
@@ -123,14 +123,14 @@ class Call:
 
 
 class Plan:
-    """What the kernel goes by, held as long as it may be called.
+    """The kernel's description of the work for one input size. It owns the arrays that it uses.
 
     Args:
-        name: of the kernel's function.
-        arrays: all that it reads.
-        work: multiply-adds of an image.
-        scratch: bytes of a thread.
-        numbers: the other fields of `plan` in sparse_conv.c.
+        name: the kernel function, ``conv`` or ``rows``.
+        arrays: the pointer fields of `plan` in sparse_conv.c.
+        work: multiply-adds per image.
+        scratch: bytes of scratch memory per thread.
+        numbers: the integer fields of `plan` in sparse_conv.c.
     """
 
     def __init__(
@@ -149,32 +149,32 @@ _local = threading.local()
 
 
 def _scratch(size: int) -> int:
-    """The address of room for so many bytes, of this thread and reused by all of its calls."""
-    kept: Tensor | None = getattr(_local, "kept", None)
-    if kept is None or kept.nbytes < size:
-        _local.kept = kept = torch.zeros(size, dtype=torch.uint8, device="cpu")
-    return kept.data_ptr()
+    """Return the address of this thread's scratch memory, which all its calls reuse."""
+    buffer: Tensor | None = getattr(_local, "buffer", None)
+    if buffer is None or buffer.nbytes < size:
+        _local.buffer = buffer = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    return buffer.data_ptr()
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled kernel."""
+    """Return the compiled kernel."""
     return load("sparse_conv")
 
 
 def lanes_of(dtype: torch.dtype) -> int:
-    """The numbers of a vector."""
+    """Return the number of elements per vector register."""
     return int(library().pdecay_vector_bytes()) // dtype.itemsize
 
 
 def integer(dtype: torch.dtype) -> torch.dtype:
-    """The integers that are as long as such numbers."""
+    """Return the integer dtype of the same size."""
     return torch.int32 if dtype.itemsize == 4 else torch.int64
 
 
 @functools.cache
 def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
-    """One of the kernel's functions, for numbers of a dtype."""
+    """Return a kernel function for a dtype."""
     found = getattr(library(), f"pdecay_sparse_{name}_f{8 * dtype.itemsize}")
     pointer = ctypes.c_void_p
     work = [pointer, ctypes.c_int64, *[pointer] * 4, ctypes.c_int]
