@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from pdecay.cli.common import Command, add_out, check_writable
+from pdecay.cli.common import Command, add, check_writable
 
 _PARTS = ("step", "growth", "train", "start")
 _DEPLOY = "deploy"  # trains networks the first time, so it is not a default
@@ -19,7 +20,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PART",
         help=f"any of {', '.join(_PARTS)} (default: these), or {_DEPLOY}: sparse layers and models",
     )
-    add_out(parser, "pdecay-bench", "the numbers and the plot")
+    text = "folder for the numbers and the plot"
+    add(parser, "--out", text, Path, Path("pdecay-bench"), metavar="DIR")
     parser.add_argument(
         "--quick", action="store_true", help="few small rounds, to check that everything works"
     )

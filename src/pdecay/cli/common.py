@@ -65,6 +65,10 @@ count = number(int, 1)
 seconds = number(float, 0, "number of seconds")
 
 
+_METAVARS = {str: "NAME", Path: "FILE", int: "N", natural_number: "N", count: "N"}
+_METAVARS |= {seconds: "SECONDS"}
+
+
 def flag(name: str) -> str:
     """Return the command-line option of a Python name.
 
@@ -75,10 +79,28 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_out(parser: argparse.ArgumentParser, default: str, contents: str) -> None:
-    """Add the option ``--out`` for an output folder."""
-    text = f"folder for {contents} (default: ./{default})"
-    parser.add_argument("--out", type=Path, default=Path(default), metavar="DIR", help=text)
+def add(
+    parser: Any,
+    name: str,
+    text: str,
+    kind: Callable[[str], Any] = str,
+    default: Any = None,
+    **options: Any,
+) -> None:
+    """Add an argument with a value; its type decides its placeholder in the help.
+
+    Args:
+        parser: the parser or a group of it.
+        name: the argument, such as ``--seed``.
+        text: the help; the default is appended.
+        kind: converts and checks the text.
+        default: the default value.
+        options: more options of ``add_argument``.
+    """
+    options.setdefault("metavar", _METAVARS.get(kind, "X"))
+    if default is not None:
+        text += f" (default: {default})"
+    parser.add_argument(name, type=kind, default=default, help=text, **options)
 
 
 def option(text: str) -> tuple[str, Any]:

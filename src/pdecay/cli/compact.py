@@ -7,18 +7,16 @@ import sys
 from pathlib import Path
 
 from pdecay.cli import models
-from pdecay.cli.common import Command, UsageError
+from pdecay.cli.common import Command, UsageError, add
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="write the smaller model: .pt2 is a program that torch.export.load runs without the "
-        "model's code, .pt is a module pickled by torch.save (default: only print the report)",
+    text = (
+        "write the smaller model: .pt2 is a program that torch.export.load runs without the "
+        "model's code, .pt is a module pickled by torch.save (default: only print the report)"
     )
+    add(parser, "--out", text, Path)
     parser.add_argument(
         "--no-fold",
         action="store_true",

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from pdecay.cli.common import Command, add_out, check_writable, natural_number
+from pdecay.cli.common import Command, add, check_writable, natural_number
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_out(parser, "pdecay-demo", "the figures and numbers")
-    parser.add_argument(
-        "--seed",
-        type=natural_number,
-        default=0,
-        metavar="N",
-        help="the first seed; equal seeds give equal results (default: 0)",
-    )
+    text = "folder for the figures and numbers"
+    add(parser, "--out", text, Path, Path("pdecay-demo"), metavar="DIR")
+    add(parser, "--seed", "the first seed; equal seeds give equal results", natural_number, 0)
     parser.add_argument(
         "--quick", action="store_true", help="a few short runs, to check that everything works"
     )

@@ -6,15 +6,12 @@ import argparse
 import sys
 
 import pdecay
-from pdecay.cli.common import Command, UsageError, call, kind
+from pdecay.cli.common import Command, UsageError, add, call, kind
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "build",
-        metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns (model, optimizer)",
-    )
+    text = "a function without arguments that returns (model, optimizer)"
+    add(parser, "build", text, metavar="MODULE:FUNCTION")
 
 
 def _run(args: argparse.Namespace) -> int:

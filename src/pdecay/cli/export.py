@@ -7,28 +7,16 @@ import sys
 from pathlib import Path
 
 from pdecay.cli import models
-from pdecay.cli.common import Command, UsageError
+from pdecay.cli.common import Command, UsageError, add
 
 _SUFFIXES = {"onnx": ".onnx", "sparse": ".safetensors", "dense": ".safetensors"}
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
-    parser.add_argument(
-        "--onnx",
-        type=Path,
-        metavar="FILE",
-        help="the compacted model for ONNX Runtime; its outputs are compared",
-    )
-    parser.add_argument(
-        "--sparse",
-        type=Path,
-        metavar="FILE",
-        help="the weights without zeros, for pdecay.load",
-    )
-    parser.add_argument(
-        "--dense", type=Path, metavar="FILE", help="the weights as an ordinary safetensors file"
-    )
+    add(parser, "--onnx", "the compacted model for ONNX Runtime; its outputs are compared", Path)
+    add(parser, "--sparse", "the weights without zeros, for pdecay.load", Path)
+    add(parser, "--dense", "the weights as an ordinary safetensors file", Path)
 
 
 def _run(args: argparse.Namespace) -> int:

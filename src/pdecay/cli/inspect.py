@@ -7,37 +7,27 @@ import json
 import sys
 from pathlib import Path
 
-from pdecay.cli.common import Command, UsageError, check_writable, number
+from pdecay.cli.common import Command, UsageError, add, check_writable, number
 
 _PICTURES = (".png", ".svg")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add(
+        parser,
         "file",
-        type=Path,
+        "a file written by pdecay.save, safetensors or torch.save",
+        Path,
         metavar="FILE",
-        help="a file written by pdecay.save, safetensors or torch.save (a state dict)",
     )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="PICTURE",
-        help="write a .png or .svg with the histogram of log10|w|, in total and by layer",
-    )
+    text = "write a .png or .svg with the histogram of log10|w|, in total and by layer"
+    add(parser, "--plot", text, Path, metavar="PICTURE")
     parser.add_argument(
         "--json", action="store_true", help="print all numbers as JSON instead of a table"
     )
-    parser.add_argument(
-        "--threshold",
-        type=number(float, 0),
-        default=1e-13,
-        metavar="T",
-        help="weights with |w| < T count as zero (default: 1e-13)",
-    )
-    parser.add_argument(
-        "--key", help="the key of the state dict in a checkpoint with several, such as model"
-    )
+    text = "weights with |w| < T count as zero"
+    add(parser, "--threshold", text, number(float, 0), 1e-13, metavar="T")
+    add(parser, "--key", "the key of the state dict in a checkpoint with several, such as model")
 
 
 def _run(args: argparse.Namespace) -> int:

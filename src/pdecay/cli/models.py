@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdecay.cli.common import UsageError, call, check_writable, kind
+from pdecay.cli.common import UsageError, add, call, check_writable, kind
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,25 +15,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select a model and its weights."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="MODULE:FUNCTION, a function without arguments that returns (model, example_inputs), "
-        "or the output folder of pdecay train",
+    text = (
+        "MODULE:FUNCTION, a function without arguments that returns (model, example_inputs), or "
+        "the output folder of pdecay train"
     )
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        metavar="FILE",
-        help="load these weights first: a file written by pdecay.save, safetensors or torch.save "
-        "(a state dict)",
-    )
-    parser.add_argument(
-        "--prune",
-        type=float,
-        metavar="T",
-        help="set weights with |w| < T to zero first; only exact zeros count",
-    )
+    add(parser, "model", text, metavar="MODEL")
+    text = "load these weights first: a file written by pdecay.save, safetensors or torch.save"
+    add(parser, "--weights", text, Path)
+    text = "set weights with |w| < T to zero first; only exact zeros count"
+    add(parser, "--prune", text, float, metavar="T")
 
 
 def check_target(option: str, path: Path, suffixes: Iterable[str]) -> None:

@@ -6,18 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from pdecay.cli.common import Command, UsageError, add_out, check_writable
+from pdecay.cli.common import Command, UsageError, add, check_writable
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUNS",
-        help="files of records, or output folders of pdecay train or pdecay sweep",
-    )
-    add_out(parser, "pdecay-report", "the page, figures and tables")
+    text = "files of records, or output folders of pdecay train or pdecay sweep"
+    add(parser, "runs", text, Path, nargs="+", metavar="RUNS")
+    text = "folder for the page, figures and tables"
+    add(parser, "--out", text, Path, Path("pdecay-report"), metavar="DIR")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pdecay.cli.common import (
     Command,
     UsageError,
+    add,
     check_writable,
     count,
     flag,
@@ -17,7 +18,7 @@ from pdecay.cli.common import (
     option,
     seconds,
 )
-from pdecay.cli.train import METHODS, OPTIONS, add_running, add_task
+from pdecay.cli.train import METHODS, OPTIONS, add_option, add_running, add_task
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,9 +31,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     _add_cells(parser)
     _add_search(parser)
     running = parser.add_argument_group("execution")
-    running.add_argument(
-        "--workers", type=count, default=1, metavar="N", help="worker processes (default: 1)"
-    )
+    add(running, "--workers", "worker processes", count, 1)
     threads = "torch threads of each worker (default: cores / workers)"
     add_running(running, threads=threads, out="runs/TASK-sweep")
     running.add_argument(
@@ -42,70 +41,41 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--retry-failed", action="store_true", help="with --resume: retry runs that were given up"
     )
     machines = parser.add_argument_group("many machines")
-    machines.add_argument(
-        "--storage",
-        metavar="URL",
-        help="a database that all machines reach, such as postgresql://me@host/sweeps (default: a "
-        "journal file in --out)",
-    )
-    machines.add_argument(
-        "--study", metavar="NAME", help="the study's name in the database (default: that of --out)"
-    )
-    machines.add_argument(
-        "--grace",
-        type=seconds,
-        default=90.0,
-        metavar="SECONDS",
-        help="the time without a heartbeat after which a run on another machine is started again "
-        "(default: 90)",
-    )
+    text = "a database that all machines reach, such as postgresql://me@host/sweeps"
+    add(machines, "--storage", f"{text} (default: a journal file in --out)", metavar="URL")
+    add(machines, "--study", "the study's name in the database (default: that of --out)")
+    text = "the time without a heartbeat after which a run on another machine is started again"
+    add(machines, "--grace", text, seconds, 90.0)
 
 
 def _add_cells(parser: argparse.ArgumentParser) -> None:
     cells = parser.add_argument_group(
         "runs: every combination of the values; a method takes only the options that it has"
     )
-    cells.add_argument("--method", nargs="+", metavar="NAME", help=f"{METHODS} (default: padam)")
+    add(cells, "--method", f"{METHODS} (default: padam)", nargs="+")
     for name, (kind, text) in {
         "lr": (float, "the peak learning rate (default: the task's)"),
         "seed": (int, "random seed (default: 0)"),
         "steps": (int, "the number of steps (default: the task's)"),
         **OPTIONS,
     }.items():
-        value = _value_or_range(kind)
-        cells.add_argument(flag(name), dest=name, nargs="+", type=value, metavar="X", help=text)
-    cells.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other option, for a custom method; repeat it for more values",
-    )
-    cells.add_argument(
-        "--cells", type=Path, metavar="FILE", help="a TOML file of grids, instead of the above"
-    )
+        add(cells, flag(name), text, _value_or_range(kind), dest=name, nargs="+")
+    add_option(cells, ", for a custom method; repeat it for more values")
+    add(cells, "--cells", "a TOML file of grids, instead of the above", Path)
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
     search = parser.add_argument_group(
         "searches: a sampler chooses values; LOW:HIGH is a range, logarithmic from a factor of 10"
     )
-    search.add_argument("--sampler", metavar="NAME", help="tpe, nsga2 or random (default: a grid)")
-    search.add_argument("--trials", type=count, metavar="N", help="the number of runs")
-    search.add_argument(
-        "--sampler-seed",
-        type=natural_number,
-        default=0,
-        metavar="N",
-        help="random seed of the sampler (default: 0)",
+    add(search, "--sampler", "tpe, nsga2 or random (default: a grid)")
+    add(search, "--trials", "the number of runs", count)
+    add(search, "--sampler-seed", "random seed of the sampler", natural_number, 0)
+    text = (
+        "the value to maximise: pareto (accuracy and sparsity), tradeoff (the paper's: accuracy "
+        "in %% + sparsity) or accuracy"
     )
-    search.add_argument(
-        "--objective",
-        default="pareto",
-        metavar="NAME",
-        help="the value to maximise: pareto (accuracy and sparsity), tradeoff (the paper's: "
-        "accuracy in %% + sparsity) or accuracy (default: pareto)",
-    )
+    add(search, "--objective", text, default="pareto")
 
 
 def _run(args: argparse.Namespace) -> int:

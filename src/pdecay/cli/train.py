@@ -9,6 +9,7 @@ from typing import Any
 from pdecay.cli.common import (
     Command,
     UsageError,
+    add,
     check_writable,
     count,
     flag,
@@ -34,51 +35,40 @@ OPTIONS: dict[str, tuple[type, str]] = {
 
 def add_task(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select a task."""
-    parser.add_argument("task", metavar="TASK", help="digits, fashion, cifar10 or shakespeare")
-    parser.add_argument(
-        "--scale", default="cpu", metavar="NAME", help="quick, cpu or paper (default: cpu)"
-    )
+    add(parser, "task", "digits, fashion, cifar10 or shakespeare", metavar="TASK")
+    add(parser, "--scale", "quick, cpu or paper", default="cpu")
 
 
 def add_running(parser: Any, *, threads: str, out: str) -> None:
     """Add the arguments that say how runs are executed, to a parser or a group."""
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, ... (default: cpu)")
-    parser.add_argument("--threads", type=count, metavar="N", help=threads)
-    parser.add_argument(
-        "--checkpoint-every",
-        type=seconds,
-        default=30.0,
-        metavar="SECONDS",
-        help="the time between two checkpoints of a run (default: 30)",
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"output folder (default: {out})")
+    add(parser, "--device", "cpu, cuda, ... (default: cpu)")
+    add(parser, "--threads", threads, count)
+    add(parser, "--checkpoint-every", "the time between two checkpoints of a run", seconds, 30.0)
+    add(parser, "--out", f"output folder (default: {out})", Path, metavar="DIR")
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_task(parser)
+def add_option(parser: Any, text: str) -> None:
+    """Add the argument ``--option NAME=VALUE`` for custom methods."""
     parser.add_argument(
-        "--method", default="padam", metavar="NAME", help=f"{METHODS} (default: padam)"
-    )
-    parser.add_argument(
-        "--seed", type=natural_number, default=0, metavar="N", help="random seed (default: 0)"
-    )
-    parser.add_argument(
-        "--lr", type=float, metavar="X", help="the peak learning rate (default: the task's)"
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="the number of steps (default: the task's)"
-    )
-    add_running(parser, threads="torch threads (default: torch's)", out="runs/TASK-METHOD-ID")
-    options = parser.add_argument_group("options of the methods")
-    for name, (kind, text) in OPTIONS.items():
-        options.add_argument(flag(name), dest=name, type=kind, metavar="X", help=text)
-    options.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any other option, for a custom method",
+        help=f"any other option{text}",
     )
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add_task(parser)
+    add(parser, "--method", METHODS, default="padam")
+    add(parser, "--seed", "random seed", natural_number, 0)
+    add(parser, "--lr", "the peak learning rate (default: the task's)", float)
+    add(parser, "--steps", "the number of steps (default: the task's)", int)
+    add_running(parser, threads="torch threads (default: torch's)", out="runs/TASK-METHOD-ID")
+    options = parser.add_argument_group("options of the methods")
+    for name, (kind, text) in OPTIONS.items():
+        add(options, flag(name), text, kind, dest=name, metavar="X")
+    add_option(options, ", for a custom method")
 
 
 def _chosen_options(args: argparse.Namespace) -> dict[str, Any]:
