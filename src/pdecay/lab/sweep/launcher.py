@@ -180,7 +180,7 @@ class _Launcher:
                     self._listen()
                     for worker in self._ended():
                         self._replace(worker)
-                    self._view.finished(len(monitor.finished | self._trained))
+                    self._view.show_finished(len(monitor.finished | self._trained))
                 self._stop_workers()
                 monitor.stop()
             finally:
@@ -249,7 +249,7 @@ class _Launcher:
                 case ("begin", settings, step):
                     view.begin(worker.place, settings, step)
                 case ("step", step):
-                    view.step(worker.place, step)
+                    view.show_step(worker.place, step)
                 case ("trained", key, record):
                     self._trained.add(key)
                     view.trained(record, len(self._monitor.finished | self._trained))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -33,8 +32,8 @@ def label(settings: Mapping[str, Any]) -> str:
     return " ".join([settings["method"], *(f"{name}={text}" for name, text in shown.items())])
 
 
-class View:
-    """The progress of a sweep on a console.
+class View(Progress):
+    """The progress of a sweep on a console, as a context manager.
 
     Args:
         console: the console.
@@ -43,9 +42,8 @@ class View:
     """
 
     def __init__(self, console: Console, workers: int, total: int) -> None:
-        self._total = total
         wide = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-        self._progress = Progress(
+        super().__init__(
             TextColumn("{task.description}", markup=False, table_column=wide),
             BarColumn(bar_width=16),
             MofNCompleteColumn(),
@@ -57,29 +55,17 @@ class View:
             expand=True,
             disable=not console.is_terminal,
         )
-        add = self._progress.add_task
-        self._bars = [add("starting", total=None, visible=False) for _ in range(workers)]
-        self._all = add("all runs", total=total)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
+        self._total = total
+        self._bars = [self.add_task("starting", visible=False) for _ in range(workers)]
+        self._all = self.add_task("all runs", total=total)
 
     def say(self, text: str) -> None:
         """Print a line above the bars."""
-        self._progress.console.print(Text(text), soft_wrap=True)
+        self.console.print(Text(text), soft_wrap=True)
 
     def begin(self, worker: int, settings: Mapping[str, Any], step: int) -> None:
         """Show a run that starts or resumes."""
-        self._progress.reset(
+        self.reset(
             self._bars[worker],
             description=label(settings),
             total=settings["steps"],
@@ -87,17 +73,17 @@ class View:
             visible=True,
         )
 
-    def step(self, worker: int, step: int) -> None:
+    def show_step(self, worker: int, step: int) -> None:
         """Show a run's progress."""
-        self._progress.update(self._bars[worker], completed=step)
+        self.update(self._bars[worker], completed=step)
 
     def idle(self, worker: int) -> None:
         """Hide the bar of a worker without a run."""
-        self._progress.update(self._bars[worker], visible=False)
+        self.update(self._bars[worker], visible=False)
 
-    def finished(self, count: int) -> None:
+    def show_finished(self, count: int) -> None:
         """Show the number of finished runs, on all machines."""
-        self._progress.update(self._all, completed=count)
+        self.update(self._all, completed=count)
 
     def trained(self, record: Record, finished: int) -> None:
         """Print the result of a run."""
