@@ -218,6 +218,6 @@ def test_folder_of_a_running_sweep_is_locked(sweep, processes, tmp_path, cells, 
     wait_for_runs(out)
     code, shown = sweep("--cells", cells, "--resume")
     assert code == 2
-    assert f"another process is at work in {out}" in shown
+    assert f"another process is using {out}" in shown
     pause(0)
     assert running.join() == 0
