@@ -1,1 +1,1 @@
-"""The report: from records to figures, tables and a page that works in a browser."""
+"""Tests of the report: grouping, selection, figures, tables and the page in a browser."""

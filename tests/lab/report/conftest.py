@@ -1,4 +1,4 @@
-"""What the report's tests share: pages that were made once, and a browser to open them in."""
+"""Fixtures of the report's tests: experiments, pages and a browser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .synthetic import MLP, record, sweep
 
 @pytest.fixture
 def experiment() -> Callable[..., Experiment]:
-    """The one experiment that some records make."""
+    """Return a function that groups records into exactly one experiment."""
 
     def make(*made: Record) -> Experiment:
         (found,) = experiments(made)
@@ -50,7 +50,7 @@ def several() -> list[Record]:
 
 @pytest.fixture
 def html(tmp_path: Path) -> Callable[[Sequence[Record]], Path]:
-    """Write the page alone, without figures and tables, and give its path."""
+    """Return a function that writes only the page and returns its path."""
 
     def make(made: Sequence[Record]) -> Path:
         path = tmp_path / "page.html"

@@ -1,4 +1,4 @@
-"""Records as training would write them, without the training: made up, but of the right shape."""
+"""Synthetic records with the format of real ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def record(
     sparsity: float | None = None,
     **options: Any,
 ) -> Record:
-    """One run. Its accuracy and sparsity follow from its settings, unless they are given."""
+    """Return a run. Accuracy and sparsity are derived from its settings unless they are given."""
     settings = {
         "task": task,
         "scale": scale,
@@ -81,7 +81,7 @@ def record(
 
 
 def sweep(seeds: Iterable[int] = (0,), **shared: Any) -> list[Record]:
-    """A sweep as the paper's: AdamW, PAdam over p x lr x lam, and the other methods."""
+    """Return a sweep like the paper's: AdamW, PAdam over p x lr x lam, and the other methods."""
     records = []
     rates = (1e-3, 3e-3, 1e-2, 3e-2)
     for seed in seeds:

@@ -9,7 +9,7 @@ from pdecay.lab.report.experiments import Point
 
 
 def point(accuracy, sparsity, method="padam", **more):
-    """A point of a record that has no more than what is compared."""
+    """Return a point with the compared values only."""
     result = {"accuracy": accuracy, "sparsity": sparsity}
     return Point(({"settings": {"method": method}, "result": result},), **more)
 
@@ -34,7 +34,7 @@ def test_pareto_front_contains_undominated_points(measures):
     points = [point(*both) for both in measures]
     front = best.pareto_front(points)
     unbeaten = [p for p in points if not any(dominates(other, p) for other in points)]
-    # Of points that are equal in both, one stands for all.
+    # Points that are equal in both measures appear once.
     assert {(p.accuracy, p.sparsity) for p in front} == {(p.accuracy, p.sparsity) for p in unbeaten}
     assert len({(p.accuracy, p.sparsity) for p in front}) == len(front)
     assert [p.sparsity for p in front] == sorted(p.sparsity for p in front)
@@ -97,11 +97,11 @@ def test_no_points_have_no_best():
     [
         ([], []),
         ([48.0], []),
-        ([48.0, 10.0], []),  # which of two is the exception?
+        ([48.0, 10.0], []),  # the median is the lower of two
         ([48.0, 47.5, 10.0], [10.0]),
         ([48.0, 47.0, 46.0, 42.0], []),
         ([98.4, 98.3, 98.2, 98.1, 97.0, 96.0, 10.2, 10.2], [10.2, 10.2]),
-        ([98.0, 98.0, 98.0, 97.1, 96.9], [96.9]),  # a point is always room
+        ([98.0, 98.0, 98.0, 97.1, 96.9], [96.9]),  # one percentage point is never cropped
     ],
 )
 def test_cropped_points_are_far_below_median(accuracies, low):

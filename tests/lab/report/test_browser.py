@@ -1,4 +1,4 @@
-"""The page in a real browser: what is drawn, what answers to mouse, touch and keys, what fits."""
+"""The page in a browser: drawing, layout, and reactions to mouse, touch and keyboard."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pdecay.lab.report.style import Style
 
 from .synthetic import record, sweep
 
+pytestmark = pytest.mark.slow
+
 DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 844, "phone": True}
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><b>bold</b>"
@@ -24,7 +26,7 @@ CHOSEN = "document.getElementById('run-name').innerText"
 
 @pytest.fixture
 def opened(browser, html):
-    """Open the page of some records; at the end it must not have complained."""
+    """Open the page of some records; check at the end that it reported no problem."""
 
     def open_page(records, **size):
         path = html(records)
@@ -42,7 +44,7 @@ def plain(text):
 
 
 def boxes(browser, selector):
-    """Left, top, right and bottom of elements."""
+    """Return left, top, right and bottom of elements."""
     return browser.run(
         f"[...document.querySelectorAll({selector!r})].map(node => {{"
         "const b = node.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom]; })"
@@ -128,7 +130,7 @@ def test_click_chooses_run(opened, swept):
     assert run["id"] in page.run("document.getElementById('run-facts').innerText")
     # this run, the best AdamW, and the two other seeds
     assert page.count("#curves .panel:first-child .line") == 4
-    # its ring in both clouds; a method without lam has no contours
+    # a ring in both scatter plots; a method without lam has no contours
     assert page.count(".pair .chosen") == 2
     page.click("#seeds .chip", 1)
     assert point.runs[1]["id"] in page.run("document.getElementById('run-facts').innerText")
@@ -288,7 +290,7 @@ def test_contours_show_cells_lines_and_reasons(opened, several):
 
 
 def test_contour_colours_match_accuracy(opened):
-    """The colour under a cell is that of its accuracy: y is not upside down."""
+    """The colour under a cell matches its accuracy, so the y axis is not flipped."""
     rates, lams = (1e-3, 1e-2, 1e-1), (1e-3, 1e-2, 1e-1)
     runs = [
         record(lr=lr, p=0.8, lam=lam, accuracy=90 - 10 * k - j)
@@ -375,7 +377,7 @@ def test_curves_respond_to_mouse_and_keys(opened):
     page.hover("#curves svg")
     assert page.run(TIP).startswith("step 675")
     page.run("document.querySelector('#curves svg').focus()")
-    page.key("ArrowLeft")  # by keys from now on, so that the focus is seen
+    page.key("ArrowLeft")  # focus is visible only after a key press
     page.key("ArrowRight")
     assert page.run(TIP).startswith("step ")
     assert "this run" in page.run(TIP)
@@ -391,7 +393,7 @@ def test_text_of_records_is_not_executed(opened):
 
 
 def test_content_security_policy_blocks_injected_script(opened):
-    """The second wall, should the first fall: the page's own policy."""
+    """The policy protects the page even if text of a record were inserted as HTML."""
     page = opened([record()])
     page.run(
         "(() => { const script = document.createElement('script');"

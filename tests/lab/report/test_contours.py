@@ -16,7 +16,7 @@ RATES, LAMS = (1e-3, 1e-2, 1e-1), (1e-4, 1e-3, 1e-2, 1e-1)
 
 
 def plane(lr, lam):
-    """A run whose accuracy falls with log(lam) and whose sparsity rises with it, on planes."""
+    """Return a run whose accuracy and sparsity are linear in log(lam)."""
     height = (math.log10(lam) + 4) / 3
     return record(lr=lr, p=0.8, lam=lam, accuracy=90 - 10 * height, sparsity=height)
 
@@ -28,7 +28,7 @@ def only(experiment):
 
 
 def colours_at(surface, x, y):
-    """The bands that a place lies in, by the even-odd rule."""
+    """Return the bands that contain a position, by the even-odd rule."""
     return [
         k
         for k, band in enumerate(surface.bands)

@@ -17,7 +17,7 @@ from .synthetic import record
 
 @pytest.fixture(scope="module")
 def small():
-    """A experiment that draws in no time: AdamW, and PAdam on a grid of 2 x 3 for two p."""
+    """A small experiment: AdamW, and PAdam on a grid of 2 x 3 for two p."""
     (found,) = experiments(
         [
             record("adamw", weight_decay=0.1),
@@ -31,7 +31,7 @@ def small():
 
 
 def offsets(axes):
-    """The places of all markers that stand for points."""
+    """Return the positions of all markers."""
     found = [np.asarray(c.get_offsets()) for c in axes.collections if isinstance(c, PathCollection)]
     return np.concatenate(found)
 

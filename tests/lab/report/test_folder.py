@@ -17,13 +17,13 @@ TABLES = {"above_sparsity.csv", "front.csv", "layers.csv", "runs.csv", "settings
 
 @pytest.fixture
 def tiny():
-    """A report of one run, which is quickly drawn."""
+    """Return an experiment with one run."""
     return experiments([record(task="digits", layers=MLP, p=0.8, lam=0.01)])
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Draw no figures, where a test is about files."""
+    """Skip the figures in tests of files."""
     monkeypatch.setattr(folder, "_figures", lambda style: iter(()))
 
 

@@ -28,29 +28,31 @@ def write(experiments: Sequence[Experiment], out: Path) -> list[Path]:
         The written files, the page first.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".report-", dir=out) as name:
-        new = Path(name)
+    with tempfile.TemporaryDirectory(prefix=".report-", dir=out) as folder:
+        new = Path(folder)
         styles = [Style(experiment) for experiment in experiments]
         for style in styles:
-            _write_figures(style, new / "figures" / style.experiment.key)
-            _write_tables(style, new / "tables" / style.experiment.key)
+            key = style.experiment.key
+            for name, figure in _figures(style):
+                for kind in ("png", "svg"):
+                    drawing.save(figure, _prepared(new / "figures" / key / f"{name}.{kind}"))
+            for name, text in tables.files(style).items():
+                _prepared(new / "tables" / key / name).write_text(text, encoding="utf-8")
         (new / _PAGE).write_text(page.page(page_data.page_data(styles)), encoding="utf-8")
         written = sorted(path.relative_to(new).as_posix() for path in new.rglob("*.*"))
         (new / _FILE_LIST).write_text(json.dumps(written, indent=1) + "\n")
         older = _older_files(out)
         # The page is moved last: the old page works until then, as it needs no other file.
         for file in sorted([*written, _FILE_LIST], key=lambda file: file == _PAGE):
-            (out / file).parent.mkdir(parents=True, exist_ok=True)
-            (new / file).replace(out / file)
+            (new / file).replace(_prepared(out / file))
         _delete(out, older - set(written))
     return [out / _PAGE, *(out / file for file in written if file != _PAGE)]
 
 
-def _write_figures(style: Style, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    for name, figure in _figures(style):
-        for kind in ("png", "svg"):
-            drawing.save(figure, folder / f"{name}.{kind}")
+def _prepared(path: Path) -> Path:
+    """Create the folder of a file, and return the file's path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _figures(style: Style) -> Iterator[tuple[str, Figure]]:
@@ -70,12 +72,6 @@ def _figures(style: Style) -> Iterator[tuple[str, Figure]]:
         yield "layers", figures.layers(run, name)
     if run["curve"]:
         yield "curves", figures.curves(run, dense.runs[0] if dense else None, name)
-
-
-def _write_tables(style: Style, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    for name, text in tables.files(style).items():
-        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _older_files(out: Path) -> set[str]:
