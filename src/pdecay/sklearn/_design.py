@@ -1,7 +1,7 @@
 """Design matrices: dense or sparse X with its rows scaled and its columns centred.
 
-The solvers minimise ``||y - X w||^2 / 2 + R(w)``. Sample weights and the factor 1/n are part of X and
-y: row i is multiplied by the root of its share of the total weight. The intercept is removed by
+The solvers minimise ``||y - X w||^2 / 2 + R(w)``. Sample weights and the factor 1/n are part of X
+and y: row i is multiplied by the root of its share of the total weight. The intercept is removed by
 centring. A sparse X is centred implicitly, so that it stays sparse.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scipy import sparse
+from scipy import linalg, sparse
 
 from pdecay.sklearn._kernels import kernels
 from pdecay.sklearn._python_kernels import Indices
@@ -52,6 +52,13 @@ class DenseDesign:
         """Return the inner products of two lists of columns."""
         return np.asarray(self.x[:, rows].T @ self.x[:, columns])
 
+    def ridge(self, y: Floats, strength: float) -> Floats:
+        """Return the minimiser of ``||y - X w||^2 / 2 + strength * ||w||^2 / 2``."""
+        n, d = self.shape
+        if d <= n:
+            return _solve(self.x.T @ self.x, strength, self.correlate(y))
+        return self.correlate(_solve(self.x @ self.x.T, strength, y))
+
     def descend(
         self, terms: Terms, columns: Indices, cut: Floats, w: Floats, r: Floats,
         sweeps: int, tol: float,
@@ -92,6 +99,19 @@ class SparseDesign:
         products = (self.x[:, rows].T @ self.x[:, columns]).toarray()
         return np.asarray(products - self.total * np.outer(self.means[rows], self.means[columns]))
 
+    def ridge(self, y: Floats, strength: float) -> Floats:
+        """Return the minimiser of ``||y - X w||^2 / 2 + strength * ||w||^2 / 2``."""
+        n, d = self.shape
+        if d <= n:
+            every = np.arange(d)
+            return _solve(self.gram(every, every), strength, self.correlate(y))
+        # X X' = S S' - (S m) v' - v (S m)' + |m|^2 v v'
+        product = (self.x @ self.x.T).toarray()
+        cross = np.outer(self.x @ self.means, self.roots)
+        product -= cross + cross.T
+        product += float(self.means @ self.means) * np.outer(self.roots, self.roots)
+        return self.correlate(_solve(product, strength, y))
+
     def descend(
         self, terms: Terms, columns: Indices, cut: Floats, w: Floats, r: Floats,
         sweeps: int, tol: float,
@@ -104,6 +124,15 @@ class SparseDesign:
         )  # fmt: skip
         r += shift[0] * self.roots
         return done
+
+
+def _solve(matrix: Floats, strength: float, right: Floats) -> Floats:
+    """Solve ``(matrix + strength * identity) x = right``; the matrix is overwritten."""
+    matrix.flat[:: len(matrix) + 1] += strength
+    try:
+        return np.asarray(linalg.solve(matrix, right, assume_a="pos"))
+    except linalg.LinAlgError:  # a strength far below the rounding errors
+        return np.asarray(linalg.lstsq(matrix, right)[0])
 
 
 Design = DenseDesign | SparseDesign

@@ -153,7 +153,8 @@ def _largest_root(terms: Terms, x: float, scale: float, start: float) -> tuple[f
     decrease of the objective from u = 0 in units of x^2.
     """
     pairs = [(p - 1, lam * scale) for p, lam in zip(terms.p.tolist(), terms.lam, strict=True)]
-    most = min([x, *((x / lam) ** (1 / q) for q, lam in pairs if q > 0)])
+    with np.errstate(over="ignore"):  # near p = 1; x is the bound then
+        most = min([x, *(float((x / lam) ** (1 / q)) for q, lam in pairs if q > 0)])
     t, gain = (start / most if 0 < start < most else 1.0), 0.0
     for _ in range(_MOST_STEPS):
         r = most / x * t

@@ -5,29 +5,47 @@
 1. Compute for every feature the change that one exact coordinate step would make. Stop if none is
    larger than the tolerance: w is a fixed point.
 2. Add the features with the largest changes to the working set.
-3. Run coordinate descent on the working set. While the set is small this uses its Gram matrix, which
-   is kept for later calls. Between runs, a Newton step on the non-zero coefficients, accepted if it
-   lowers the objective and changes no sign, removes the slow tail of coordinate descent.
+3. Run coordinate descent on the working set. While the set is small this uses its Gram matrix,
+   which is kept for later calls. Between runs, a Newton step on the non-zero coefficients removes
+   the slow tail of coordinate descent. It is accepted if it lowers the objective.
 
 All sizes are relative to ``||y||``, so that the tolerance has no unit.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import linalg
+from threadpoolctl import ThreadpoolController
 
 from pdecay.sklearn._design import Design
 from pdecay.sklearn._kernels import kernels
 from pdecay.sklearn._python_kernels import Indices
-from pdecay.sklearn._terms import Floats, Terms
+from pdecay.sklearn._terms import Floats, Terms, relax
 
 _FIRST_SET = 32  # the smallest working set
 _LARGEST_GRAM = 3000  # features; the matrix then has 72 MB
 _SWEEPS = 16  # of coordinate descent before a Newton step
-_PRECISION = 1e-13  # objectives closer than this (relative) count as equal
+_ROUGH, _ROUGH_SWEEPS = 1e-3, 1000  # tolerance and work for starts
+_SHARES = ((2 / 3, 1 / 3), (1 / 2,), (5 / 6, 2 / 3, 1 / 2, 1 / 3, 1 / 6))  # ways from p = 1 to p
+
+
+@functools.cache
+def _thread_controller() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+def single_threaded() -> Any:
+    """Return a context in which BLAS uses one thread.
+
+    The matrices of the solver are small: a second thread saves little, and on a busy machine the
+    threads wait for each other.
+    """
+    return _thread_controller().limit(limits=1, user_api="blas")
 
 
 @dataclass
@@ -57,6 +75,7 @@ class LeastSquares:
         self.design, self.y = design, y
         self.scale = float(np.linalg.norm(y)) or 1.0
         self.correlation = design.correlate(y)
+        self.sweeps = 0  # of all calls
         self._active: Indices = np.empty(0, dtype=np.int64)
         self._gram: Floats = np.empty((0, 0))
 
@@ -68,6 +87,12 @@ class LeastSquares:
         self, terms: Terms, start: Floats | None = None, tol: float = 1e-6, max_sweeps: int = 10000
     ) -> Solution:
         """Minimise from one start; the result is a fixed point of all coordinate steps."""
+        if [p for p, _ in terms.pairs] == [2.0] and min(self.design.shape) <= _LARGEST_GRAM:
+            return self._solve_quadratic(terms)
+        with single_threaded():
+            return self._solve(terms, start, tol, max_sweeps)
+
+    def _solve(self, terms: Terms, start: Floats | None, tol: float, max_sweeps: int) -> Solution:
         design, norms = self.design, self.design.norms
         w = np.zeros(design.shape[1]) if start is None else np.where(norms > 0, start, 0.0)
         cut = terms.cut(norms)
@@ -82,29 +107,98 @@ class LeastSquares:
             steps = kernels().steps(terms, norms, cut, w, q)
             step = float(steps.max(initial=0.0))
             if step <= limit or sweeps >= max_sweeps:
+                self.sweeps += sweeps
                 return Solution(w, r, self.objective(terms, w, r), sweeps, step / self.scale)
             columns = self._working_set(w, steps)
-            inner = max(limit / 2, step / 30)
+            inner = max(limit / 4, step / 30)
             budget = max_sweeps - sweeps
             if self._use_gram(columns):
-                sweeps += self._descend_gram(terms, columns, w, q, inner, budget)
+                self._extend(columns)
+                q = np.ascontiguousarray(q[self._active])
+                sweeps += self._descend(terms, w, q, inner, budget)
             else:
                 r = np.array(r)
                 sweeps += design.descend(terms, columns, cut, w, r, budget, inner)[0]
 
-    def solve_active(self, terms: Terms, start: Floats, tol: float, max_sweeps: int) -> Floats:
-        """Minimise over the features of the current Gram matrix only; return the coefficients."""
+    def solve_from_several(
+        self, terms: Terms, start: Floats | None, n_starts: int, tol: float, max_sweeps: int
+    ) -> Solution:
+        """Minimise from several starts and return the solution with the lowest objective.
+
+        A convex penalty needs one start. For p < 1 the starts are `start` (default: zero), the
+        Lasso, solutions for p between 1 and the given p, and zero. The Lasso selects features, the
+        other starts are compared on these only, which is cheap, and the best one is completed.
+        """
+        if terms.convex or n_starts == 1:
+            return self.solve(terms, start, tol, max_sweeps)
+        with single_threaded():
+            return self._solve_from_several(terms, start, n_starts, tol, max_sweeps)
+
+    def _solve_from_several(
+        self, terms: Terms, start: Floats | None, n_starts: int, tol: float, max_sweeps: int
+    ) -> Solution:
+        norms = self.design.norms[self.design.norms > 0]
+        if not len(norms):
+            return self.solve(terms, start, tol, max_sweeps)
+        norm = float(np.median(norms))
+        lasso = self.solve(relax(terms, 1.0, norm), start, _ROUGH, max_sweeps)
+        begin = np.zeros_like(lasso.w) if start is None else start
+        inside = np.isin(np.flatnonzero((begin != 0) | (lasso.w != 0)), self._active).all()
+        if not inside:  # too many features for a Gram matrix
+            solutions = [self.solve(terms, w, tol, max_sweeps) for w in (begin, lasso.w)]
+            return min(solutions, key=lambda solution: solution.objective)
+        found = [self._solve_active(terms, begin), self._solve_active(terms, lasso.w)]
+        for share in _SHARES[: max(n_starts - 2, 0)]:
+            w = lasso.w
+            for part in share:
+                w = self._solve_active(relax(terms, part, norm), w)
+            found.append(self._solve_active(terms, w))
+        if start is not None:
+            found.append(self._solve_active(terms, np.zeros_like(start)))
+        best = min(found[:n_starts], key=lambda w: self._active_objective(terms, w))
+        return self.solve(terms, best, tol, max_sweeps)
+
+    def dual_gap(self, terms: Terms, w: Floats, r: Floats) -> float:
+        """Return the duality gap at w for a convex penalty, and NaN for another one.
+
+        It bounds how far the objective is above its minimum.
+        """
+        if not terms.convex or not terms.pairs:
+            return float("nan")
+        q = self.design.correlate(r)
+        dual = r
+        if terms.largest_p == 1:  # the conjugate is finite for |X' dual| <= lam only
+            most = float(np.abs(q).max(initial=0.0))
+            dual = r * min(1.0, terms.l1 / most if most else 1.0)
+            conjugate = 0.0
+        else:
+            conjugate = float(terms.conjugate(q).sum())
+        value = self.y @ dual - dual @ dual / 2 - conjugate
+        return self.objective(terms, w, r) - float(value)
+
+    def _solve_active(self, terms: Terms, start: Floats) -> Floats:
+        """Minimise roughly over the features of the Gram matrix; return the coefficients."""
         w = np.zeros_like(start)
         w[self._active] = start[self._active]
         q = self.correlation[self._active] - self._gram @ w[self._active]
-        self._descend(terms, w, q, tol * self.scale, max_sweeps)
+        self.sweeps += self._descend(terms, w, q, _ROUGH * self.scale, _ROUGH_SWEEPS)
         return w
 
-    def active_objective(self, terms: Terms, w: Floats) -> float:
-        """Return the objective of coefficients that are zero outside the current Gram matrix."""
+    def _active_objective(self, terms: Terms, w: Floats) -> float:
+        """Return the objective of coefficients that are zero outside the Gram matrix."""
         part = w[self._active]
         fit = part @ (self._gram @ part) / 2 - self.correlation[self._active] @ part
         return float(self.scale**2 / 2 + fit) + terms.value(part)
+
+    def _solve_quadratic(self, terms: Terms) -> Solution:
+        """Solve for a penalty with p = 2 only by one factorisation, the smaller of two."""
+        w = self.design.ridge(self.y, terms.l2)
+        self.sweeps += 1
+        r = self.design.residual(self.y, w)
+        q = self.design.correlate(r)
+        steps = kernels().steps(terms, self.design.norms, terms.cut(self.design.norms), w, q)
+        step = float(steps.max(initial=0.0)) / self.scale
+        return Solution(w, r, self.objective(terms, w, r), 1, step)
 
     def _working_set(self, w: Floats, steps: Floats) -> Indices:
         """Return the non-zero coefficients and the features with the largest steps, best first."""
@@ -117,14 +211,7 @@ class LeastSquares:
         return candidates[np.argsort(-score[candidates], kind="stable")]
 
     def _use_gram(self, columns: Indices) -> bool:
-        return len(columns) <= min(_LARGEST_GRAM, max(500, 2 * self.design.shape[0]))
-
-    def _descend_gram(
-        self, terms: Terms, columns: Indices, w: Floats, q: Floats, tol: float, budget: int
-    ) -> int:
-        """Add the columns to the Gram matrix and minimise over all its features."""
-        self._extend(columns)
-        return self._descend(terms, w, np.ascontiguousarray(q[self._active]), tol, budget)
+        return bool(len(columns) <= min(_LARGEST_GRAM, max(500, 2 * self.design.shape[0])))
 
     def _extend(self, columns: Indices) -> None:
         new = columns[~np.isin(columns, self._active)]

@@ -1,8 +1,8 @@
 """The penalty as the solvers use it: one strength for each p, its derivatives and its conjugate.
 
-:class:`Terms` holds ``R(w) = sum_k (lam_k / p_k) * sum_j |w_j|^p_k`` as plain numbers. The strengths
-at p = 0, 1 and 2 have closed forms in every computation, so they are kept apart as `l0`, `l1` and
-`l2`; `p` and `lam` hold the other terms.
+:class:`Terms` holds ``R(w) = sum_k (lam_k / p_k) * sum_j |w_j|^p_k`` as plain numbers. The
+terms with p = 0, 1 and 2 have closed forms in every computation: their strengths are `l0`, `l1` and
+`l2`. `p` and `lam` hold the other terms.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdecay._core.penalty import Penalty
+from pdecay._core.penalty import Lp, Penalty
 
 Floats = NDArray[np.float64]
 
@@ -25,7 +25,7 @@ _BISECTIONS = 100
 class _CPenalty(ctypes.Structure):
     """The struct `penalty` of bridge.c."""
 
-    _fields_ = [  # noqa: RUF012 (the form that ctypes asks for)
+    _fields_ = [
         *((name, ctypes.c_double) for name in ("l0", "l1", "l2", "ratio", "limit")),
         ("count", ctypes.c_int64),
         ("p", ctypes.c_void_p),
@@ -131,7 +131,8 @@ class Terms:
             middle = (low + high) / 2
             above = sum(lam * middle**q for q, lam in powers) > excess
             low, high = np.where(above, low, middle), np.where(above, middle, high)
-        return excess * high - sum(lam / (q + 1) * high ** (q + 1) for q, lam in powers)
+        values = [lam / (q + 1) * high ** (q + 1) for q, lam in powers]
+        return np.asarray(excess * high - np.sum(values, axis=0))
 
 
 def jump(p: float) -> tuple[float, float]:
@@ -161,3 +162,21 @@ def entry_strength(p: float, norm: Any, correlation: Any) -> Any:
     else:
         limit = (1 - _SMALL_SHARE) * _SMALL_SHARE ** (1 - p)
     return limit * norm * step ** (2 - p)
+
+
+def relax(terms: Terms, share: float, norm: float) -> Terms:
+    """Return the penalty with every p < 1 moved towards 1; share 1 makes it convex.
+
+    The strengths are chosen so that zero coefficients with squared column norm `norm` become
+    non-zero at the same correlation with the residual as before.
+    """
+    level = float(terms.cut(np.array([norm]))[0]) * norm - terms.l1
+    if not level > 0:  # sums of several odd powers: the largest level of a single term
+        single = [Terms(Lp(p, lam)).cut(np.array([norm]))[0] for p, lam in terms.pairs if p < 1]
+        level = max(single) * norm
+    moved: Penalty = sum((Lp(p, lam) for p, lam in terms.pairs if p >= 1), Lp(1.0, 0.0))
+    below = [p for p, _ in terms.pairs if p < 1]
+    for p in below:
+        q = p + (1 - p) * share
+        moved = moved + Lp(q, float(entry_strength(q, norm, level)) / len(below))
+    return Terms(moved)
