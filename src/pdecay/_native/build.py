@@ -28,6 +28,7 @@ __all__ = ["KernelUnavailable", "load"]
 
 SOURCES = Path(__file__).parent
 TIMEOUT = 60.0  # seconds, for one run of the compiler and before the last one starts
+NO_RUNTIME = "none"  # for kernels that run on one thread
 DIGEST_SIZE = hashlib.sha256().digest_size
 
 # Not -ffast-math: it would break the rounding trick of fastpow.h and hide NaN, and gcc before 13
@@ -67,15 +68,20 @@ _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL | KernelUnavailable] = {}
 
 
-def load(name: str) -> ctypes.CDLL:
-    """The shared library of `name`.c, compiled now or taken from the cache.
+def load(name: str, threads: bool = True) -> ctypes.CDLL:
+    """Return the shared library of `name`.c, compiled now or taken from the cache.
 
     A failure is remembered: it costs its time once in a process.
+
+    Args:
+        name: the C file, without its extension.
+        threads: whether the kernel runs on several threads. One that does not needs no OpenMP
+            runtime, and torch is not imported to find one.
     """
     with _lock:
         if name not in _loaded:
             try:
-                _loaded[name] = _load(name)
+                _loaded[name] = _load(name, threads)
             except KernelUnavailable as reason:
                 _loaded[name] = reason
             except OSError as error:
@@ -86,9 +92,9 @@ def load(name: str) -> ctypes.CDLL:
     return found
 
 
-def _load(name: str) -> ctypes.CDLL:
+def _load(name: str, threads: bool) -> ctypes.CDLL:
     compiler = _compiler()
-    runtime = _openmp_runtime()
+    runtime = _openmp_runtime() if threads else NO_RUNTIME
     file_name = f"{name}-{_key(name, compiler, runtime)}.so"
     with contextlib.ExitStack() as stack:
         folder = _cache_folder()
@@ -159,9 +165,11 @@ def _attempts(runtime: str | None) -> list[tuple[tuple[str, ...], tuple[str, ...
     own, which spin while torch works. Without any, the kernels run on one thread.
     """
     openmp: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-    if runtime:
-        openmp.append((("-fopenmp",), (runtime,)))
-    openmp += [(("-fopenmp",), ("-fopenmp",)), ((), ())]
+    if runtime == NO_RUNTIME:
+        openmp += [(("-fopenmp-simd",), ()), ((), ())]
+    else:
+        openmp += [(("-fopenmp",), (runtime,))] if runtime else []
+        openmp += [(("-fopenmp",), ("-fopenmp",)), ((), ())]
     return [((*tuning, *flags), link) for flags, link in openmp for tuning in TUNINGS]
 
 

@@ -58,7 +58,7 @@ class BridgeClassifier(ClassifierMixin, BaseEstimator):
         >>> X = np.array([[-2.0, 1.0], [-1.0, -1.0], [1.0, 1.0], [2.0, -1.0]])
         >>> model = BridgeClassifier(p=1, lam=0.1).fit(X, ["no", "no", "yes", "yes"])
         >>> model.coef_.round(2), model.predict([[3.0, 0.0]])
-        (array([[1.38, 0.  ]]), array(['yes'], dtype='<U3'))
+        (array([[1.78, 0.  ]]), array(['yes'], dtype='<U3'))
     """
 
     coef_: Floats
@@ -71,7 +71,7 @@ class BridgeClassifier(ClassifierMixin, BaseEstimator):
         *,
         penalty: Penalty | None = None,
         fit_intercept: bool = True,
-        n_starts: int = 4,
+        n_starts: int = 3,
         tol: float = 1e-7,
         max_iter: int = 1000,
         warm_start: bool = False,

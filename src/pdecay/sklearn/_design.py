@@ -27,11 +27,13 @@ class DenseDesign:
     """
 
     def __init__(self, x: Floats, roots: Floats, means: Floats | None) -> None:
-        self.x = np.array(x, dtype=np.float64, order="F", copy=True)
-        if means is not None:
-            self.x -= means
-        self.x *= roots[:, None]
-        self.shape = self.x.shape
+        self.shape: tuple[int, int] = (x.shape[0], x.shape[1])
+        self.x: Floats = np.empty(self.shape, order="F")
+        if means is None:
+            np.multiply(x, roots[:, None], out=self.x)
+        else:
+            np.subtract(x, means, out=self.x)
+            self.x *= roots[:, None]
         self.norms: Floats = np.einsum("ij,ij->j", self.x, self.x)
         if means is not None:  # a constant column leaves rounding errors
             self.norms[self.norms <= 1e-28 * means**2 * (roots @ roots)] = 0.0

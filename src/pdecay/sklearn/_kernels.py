@@ -32,7 +32,7 @@ class CompiledKernels(PythonKernels):
     """Coordinate descent in C. The arguments and results are those of :class:`PythonKernels`."""
 
     def __init__(self) -> None:
-        self._library = load("bridge")
+        self._library = load("bridge", threads=False)
         for name in ("bridge_gram", "bridge_dense", "bridge_sparse"):
             getattr(self._library, name).restype = ctypes.c_int64
         for name in ("bridge_prox", "bridge_steps"):

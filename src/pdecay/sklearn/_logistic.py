@@ -26,6 +26,7 @@ _FIRST_SET = 32  # the smallest working set
 _LEAST_CURVATURE = 1e-6  # of a sample, relative to its weight; saturated samples have almost none
 _ROUGH = 1e-3  # tolerance of starts
 _INNER_SWEEPS = 1000
+_INTERCEPT_STEPS = 3
 _BISECTIONS = 55  # halve an interval to the precision of its ends
 
 
@@ -89,7 +90,7 @@ class Logistic:
                 now.step = max(float(steps.max(initial=0.0)), self._intercept_step(now.scores))
                 now.step /= self.scale
                 if now.step <= tol or now.iterations >= max_iter:
-                    return now
+                    break
                 now.iterations += 1
                 inner = max(tol / 4, 0.01 * now.step)
                 before = now.objective
@@ -98,7 +99,10 @@ class Logistic:
                 if len(now.w) > 1:
                     self._shift(terms, now)
                 if not now.objective < before:  # rounding errors are all that is left
-                    return now
+                    break
+        if self.fit_intercept:
+            self._fit_intercepts(terms, now)
+        return now
 
     def solve_from_several(
         self, terms: Terms, start: State | None, n_starts: int, tol: float, max_iter: int
@@ -126,8 +130,7 @@ class Logistic:
         """Return the duality gap for a convex penalty, and NaN for another one.
 
         The dual point are the predicted probabilities, moved towards the targets until they are
-        feasible. It bounds how far the objective is above its minimum, up to the accuracy of
-        the intercept.
+        feasible. The gap bounds how far the objective is above its minimum.
         """
         if not terms.convex or not terms.pairs:
             return float("nan")
@@ -201,6 +204,19 @@ class Logistic:
                 now.objective = objective
                 return
         now.scores[:, k] = old
+
+    def _fit_intercepts(self, terms: Terms, now: State) -> None:
+        """Minimise over the intercepts alone, which makes the dual point feasible."""
+        for _ in range(_INTERCEPT_STEPS):
+            chance = self._probabilities(now.scores)
+            gradient = self._weighted_errors(now.scores).sum(axis=0)
+            weighted = self.shares[:, None] * chance
+            hessian = np.diag(weighted.sum(axis=0)) - chance.T @ weighted
+            step = np.linalg.lstsq(hessian, gradient, rcond=1e-12)[0]
+            new = self.state(now.w, now.b + step, terms)
+            if not new.objective <= now.objective:
+                return
+            now.b, now.scores, now.objective = new.b, new.scores, new.objective
 
     def _shift(self, terms: Terms, now: State) -> None:
         """Add a constant to all classes' coefficients of a feature where it lowers the penalty.

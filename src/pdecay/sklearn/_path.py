@@ -50,7 +50,7 @@ def bridge_path(
     eps: float = 1e-3,
     sample_weight: Any = None,
     fit_intercept: bool = True,
-    n_starts: int = 4,
+    n_starts: int = 3,
     tol: float = 1e-8,
     max_iter: int = 10000,
 ) -> BridgePath:
@@ -180,7 +180,7 @@ class BridgeRegressorCV(BridgeRegressor):
         cv: Any = None,
         n_jobs: int | None = None,
         fit_intercept: bool = True,
-        n_starts: int = 4,
+        n_starts: int = 3,
         tol: float = 1e-8,
         max_iter: int = 10000,
     ) -> None:

@@ -68,7 +68,7 @@ class BridgeRegressor(RegressorMixin, BaseEstimator):
         *,
         penalty: Penalty | None = None,
         fit_intercept: bool = True,
-        n_starts: int = 4,
+        n_starts: int = 3,
         tol: float = 1e-8,
         max_iter: int = 10000,
         warm_start: bool = False,

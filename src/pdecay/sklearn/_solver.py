@@ -30,7 +30,9 @@ from pdecay.sklearn._terms import Floats, Terms, relax
 _FIRST_SET = 32  # the smallest working set
 _LARGEST_GRAM = 3000  # features; the matrix then has 72 MB
 _SWEEPS = 16  # of coordinate descent before a Newton step
+_INNER = 1000  # how much smaller than the first the last step on a working set is
 _ROUGH, _ROUGH_SWEEPS = 1e-3, 1000  # tolerance and work for starts
+_EXCHANGES, _FEW_SWEEPS = 20, 4  # features that are tried without, and the work for each
 _SHARES = ((2 / 3, 1 / 3), (1 / 2,), (5 / 6, 2 / 3, 1 / 2, 1 / 3, 1 / 6))  # ways from p = 1 to p
 
 
@@ -110,7 +112,7 @@ class LeastSquares:
                 self.sweeps += sweeps
                 return Solution(w, r, self.objective(terms, w, r), sweeps, step / self.scale)
             columns = self._working_set(w, steps)
-            inner = max(limit / 4, step / 30)
+            inner = max(limit / 4, step / _INNER)
             budget = max_sweeps - sweeps
             if self._use_gram(columns):
                 self._extend(columns)
@@ -126,8 +128,9 @@ class LeastSquares:
         """Minimise from several starts and return the solution with the lowest objective.
 
         A convex penalty needs one start. For p < 1 the starts are `start` (default: zero), the
-        Lasso, solutions for p between 1 and the given p, and zero. The Lasso selects features, the
-        other starts are compared on these only, which is cheap, and the best one is completed.
+        Lasso, solutions for p between 1 and the given p, and zero. The Lasso selects features; the
+        other starts are compared on these only, which is cheap. The best one is improved by
+        exchanging features and then completed.
         """
         if terms.convex or n_starts == 1:
             return self.solve(terms, start, tol, max_sweeps)
@@ -156,7 +159,24 @@ class LeastSquares:
         if start is not None:
             found.append(self._solve_active(terms, np.zeros_like(start)))
         best = min(found[:n_starts], key=lambda w: self._active_objective(terms, w))
-        return self.solve(terms, best, tol, max_sweeps)
+        return self.solve(terms, self._exchange(terms, best), tol, max_sweeps)
+
+    def _exchange(self, terms: Terms, w: Floats) -> Floats:
+        """Try to replace the least important features of a solution by others of the Gram matrix.
+
+        A correlated substitute of a true feature is a local minimum that coordinate steps cannot
+        leave. Forbidding it for a while lets the true feature enter.
+        """
+        lowest = self._active_objective(terms, w)
+        used = np.flatnonzero(w[self._active])
+        importance = np.diagonal(self._gram)[used] * w[self._active[used]] ** 2
+        for k in used[np.argsort(importance)[:_EXCHANGES]]:
+            moved = self._solve_active(terms, w, _FEW_SWEEPS, without=int(k))
+            moved = self._solve_active(terms, moved, _SWEEPS)
+            objective = self._active_objective(terms, moved)
+            if objective < lowest:
+                w, lowest = moved, objective
+        return w
 
     def dual_gap(self, terms: Terms, w: Floats, r: Floats) -> float:
         """Return the duality gap at w for a convex penalty, and NaN for another one.
@@ -176,12 +196,19 @@ class LeastSquares:
         value = self.y @ dual - dual @ dual / 2 - conjugate
         return self.objective(terms, w, r) - float(value)
 
-    def _solve_active(self, terms: Terms, start: Floats) -> Floats:
-        """Minimise roughly over the features of the Gram matrix; return the coefficients."""
+    def _solve_active(
+        self, terms: Terms, start: Floats, sweeps: int = _ROUGH_SWEEPS, without: int | None = None
+    ) -> Floats:
+        """Minimise roughly over the features of the Gram matrix; return the coefficients.
+
+        `without` is the position of a feature in the Gram matrix that has to be zero.
+        """
         w = np.zeros_like(start)
         w[self._active] = start[self._active]
+        if without is not None:
+            w[self._active[without]] = 0.0
         q = self.correlation[self._active] - self._gram @ w[self._active]
-        self.sweeps += self._descend(terms, w, q, _ROUGH * self.scale, _ROUGH_SWEEPS)
+        self.sweeps += self._descend(terms, w, q, _ROUGH * self.scale, sweeps, without)
         return w
 
     def _active_objective(self, terms: Terms, w: Floats) -> float:
@@ -192,7 +219,7 @@ class LeastSquares:
 
     def _solve_quadratic(self, terms: Terms) -> Solution:
         """Solve for a penalty with p = 2 only by one factorisation, the smaller of two."""
-        w = self.design.ridge(self.y, terms.l2)
+        w = np.where(self.design.norms > 0, self.design.ridge(self.y, terms.l2), 0.0)
         self.sweeps += 1
         r = self.design.residual(self.y, w)
         q = self.design.correlate(r)
@@ -229,17 +256,27 @@ class LeastSquares:
             gram[old:, :old] = gram[:old, old:].T
         self._active, self._gram = np.concatenate([self._active, new]), gram
 
-    def _descend(self, terms: Terms, w: Floats, q: Floats, tol: float, budget: int) -> int:
+    def _descend(
+        self,
+        terms: Terms,
+        w: Floats,
+        q: Floats,
+        tol: float,
+        budget: int,
+        without: int | None = None,
+    ) -> int:
         """Minimise over the features of the Gram matrix; update w and q (``X' r`` of those)."""
         part = w[self._active]
         cut = terms.cut(np.diagonal(self._gram))
+        if without is not None:
+            cut[without] = np.inf
         done = 0
         while done < budget:
             sweeps, step = kernels().gram(
                 terms, self._gram, cut, part, q, min(_SWEEPS, budget - done), tol
             )
             done += sweeps
-            if step <= tol:
+            if step <= tol or done >= budget:
                 break
             self._newton(terms, part, q)
         w[self._active] = part

@@ -1,0 +1,129 @@
+"""The C kernels against the exact prox of pdecay.prox and against their Python twins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import sparse
+
+from pdecay import KernelUnavailable, Lp
+from pdecay.prox import lp, penalty_prox
+from pdecay.sklearn import BridgeClassifier, BridgeRegressor
+from pdecay.sklearn import _kernels as module
+from pdecay.sklearn._kernels import CompiledKernels
+from pdecay.sklearn._python_kernels import PythonKernels
+from pdecay.sklearn._terms import Terms, entry_strength
+
+from .problems import classification, regression
+
+NORMS = [0, 0.01, 0.1, 0.3, 0.5, 2 / 3, 0.9, 0.99, 1, 1.01, 1.1, 1.3, 1.5, 1.9, 2, 2.5, 3, 4, 10]
+SUMS = [
+    Lp(0.5, 1) + Lp(2, 1),
+    Lp(1, 0.3) + Lp(2, 0.5),
+    Lp(0.5, 0.3) + Lp(1, 0.2) + Lp(2, 0.1),
+    Lp(0.3, 0.3) + Lp(0.7, 0.2) + Lp(0, 0.1),
+    Lp(1.3, 0.3) + Lp(3.5, 0.2),
+    Lp(0.5, 0.2) + Lp(1.5, 3),
+    Lp(0, 0.1) + Lp(0.5, 0.2) + Lp(2, 0.1),
+    Lp(0, 1) + Lp(1, 0.1),
+]
+
+
+@pytest.fixture(params=["c", "python"])
+def kernels(request):
+    if request.param == "python":
+        return PythonKernels()
+    try:
+        return CompiledKernels()
+    except KernelUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+def magnitudes(size=400):
+    rng = np.random.default_rng(0)
+    return rng.standard_normal(size) * 10.0 ** rng.uniform(-6, 6, size)
+
+
+@pytest.mark.parametrize("p", NORMS)
+@pytest.mark.parametrize("lam", [1e-3, 0.1, 1.0, 30.0])
+def test_prox_equals_the_exact_prox(kernels, p, lam):
+    x = magnitudes()
+    found = kernels.prox(Terms(Lp(p, lam)), x, np.ones_like(x))
+    np.testing.assert_allclose(found, lp(x, p, lam), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("penalty", SUMS, ids=str)
+def test_prox_of_a_sum_equals_the_exact_prox(kernels, penalty):
+    x = magnitudes()
+    rate = 0.7
+    found = kernels.prox(Terms(penalty), x, np.full_like(x, rate))
+    np.testing.assert_allclose(found, penalty_prox(penalty, x, rate), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("penalty", [*(Lp(p, 0.3) for p in NORMS), *SUMS], ids=str)
+def test_prox_is_zero_up_to_the_cut(kernels, penalty):
+    norms = np.geomspace(1e-3, 1e3, 50)
+    cut = Terms(penalty).cut(norms)
+    assert not kernels.prox(Terms(penalty), cut, 1 / norms).any()
+
+
+@pytest.mark.parametrize("p", [0, 0.2, 0.5, 1])
+def test_entry_strength_is_where_the_prox_becomes_zero(kernels, p):
+    x, norm = np.array([1.7]), np.array([0.6])
+    lam = entry_strength(p, norm, norm * x)[0]
+    assert kernels.prox(Terms(Lp(p, lam * 1.0001)), x, 1 / norm) == 0
+    assert kernels.prox(Terms(Lp(p, lam * 0.9999)), x, 1 / norm) > 0
+
+
+@pytest.mark.parametrize("penalty", [Lp(0.4, 0.1), Lp(1, 0.1), Lp(1.4, 0.1), SUMS[2]], ids=str)
+def test_c_and_python_sweeps_agree(needs_native, penalty):
+    x, y, _ = regression(n=40, d=15)
+    x, y = np.asfortranarray((x - x.mean(0)) / 40**0.5), (y - y.mean()) / 40**0.5
+    terms, norms = Terms(penalty), (x**2).sum(axis=0)
+    cut, columns = terms.cut(norms), np.arange(15)
+    results = []
+    for kernels in (CompiledKernels(), PythonKernels()):
+        w, q = np.zeros(15), x.T @ y
+        kernels.gram(terms, x.T @ x, cut, w, q, 7, 0.0)
+        v, r = np.zeros(15), y.copy()
+        _, largest = kernels.dense(terms, x, columns, norms, cut, v, r, 7, 0.0)
+        u, s, shift = np.zeros(15), y.copy(), np.zeros(1)
+        raw = sparse.csc_array(x + 0.2)
+        raw.indices, raw.indptr = raw.indices.astype(np.int32), raw.indptr.astype(np.int32)
+        means, total = np.full(15, 0.2), 40.0
+        kernels.sparse(terms, raw, means, total, columns, norms, cut, u, s, shift, 7, 0.0)
+        np.testing.assert_allclose(v, w, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(u, w, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(r, y - x @ w, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(s + shift, y - x @ w, rtol=1e-9, atol=1e-12)
+        steps = kernels.steps(terms, norms, cut, w, x.T @ (y - x @ w))
+        assert steps.max() <= max(largest, 1e-15)
+        results.append((w, steps))
+    for c, python in zip(*results, strict=True):
+        np.testing.assert_allclose(c, python, rtol=1e-9, atol=1e-12)
+
+
+def test_estimators_give_the_same_without_a_compiler(monkeypatch):
+    x, y, _ = regression(n=60, d=30)
+    labels = classification(60, 30)[1]
+
+    def fit():
+        return [
+            BridgeRegressor(0.5, 0.1).fit(x, y),
+            BridgeRegressor(1.5, 0.1).fit(sparse.csr_array(x), y),
+            BridgeClassifier(0.5, 0.02).fit(x, labels),
+        ]
+
+    def fail(name, threads):
+        raise KernelUnavailable("no compiler here")
+
+    fast = fit()
+    monkeypatch.setattr(module, "load", fail)
+    module.kernels.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="no compiler here"):
+            slow = fit()
+    finally:
+        module.kernels.cache_clear()
+    for one, other in zip(fast, slow, strict=True):
+        np.testing.assert_allclose(one.coef_, other.coef_, rtol=1e-6, atol=1e-9)
