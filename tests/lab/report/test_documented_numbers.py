@@ -1,0 +1,30 @@
+"""Numbers in the documentation that come from committed records."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pdecay.lab.report import best
+from pdecay.lab.report.experiments import load
+
+ROOT = Path(__file__).parents[3]
+RECORDS = ROOT / "benchmarks" / "records" / "shakespeare_sweep.jsonl"
+
+
+def test_example_table_matches_records():
+    (experiment,) = load([RECORDS])
+    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (.+) \|$", page, flags=re.MULTILINE)
+    assert [method for method, _, _ in rows] == list(experiment.methods)
+    for method, settings, cells in rows:
+        points = [point for point in experiment.means if point.method == method]
+        expected = [best.at_sparsity(points, level) for level in best.LEVELS]
+        assert int(settings) == len(points)
+        assert cells.split(" | ") == [f"{p.accuracy:.2f}" if p else "\u2013" for p in expected]
+
+
+def test_committed_report_is_of_committed_records():
+    (experiment,) = load([RECORDS])
+    page = (ROOT / "benchmarks" / "reports" / "shakespeare" / "index.html").read_text()
+    assert all(run["id"] in page for run in experiment.runs)
