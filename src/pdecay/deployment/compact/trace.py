@@ -2,9 +2,9 @@
 
 The model runs once, in eval mode, under a `TorchDispatchMode`. It sees the ATen operations below
 the modules and functions, so that loops, branches and masks in Python code need no interpretation.
-The other tracers of the package cannot replace this one: `runtime.wiring` sees calls of torch
-functions by module but not the operations inside them, and ``torch.fx`` in `runtime.fusing` gives
-code that can be rewritten, but fails on data-dependent Python.
+The other tracers of the package cannot replace it: `runtime.usage` sees the torch functions that a
+module calls, but not the operations inside them, and `runtime.fusion` needs a symbolic graph
+(``torch.fx``), which many models do not have.
 """
 
 from __future__ import annotations

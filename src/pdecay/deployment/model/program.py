@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_map
 
+from pdecay._utils.errors import one_line
 from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.state import evaluating
@@ -48,7 +49,7 @@ def exported(model: nn.Module, inputs: Inputs) -> Program:
             return Program(_export(model, inputs, free_batch=False), free_batch=False)
         except Exception as error:
             raise ExportError(
-                f"torch.export failed on {type(model).__name__}: {_first_line(error)}"
+                f"torch.export failed on {type(model).__name__}: {one_line(error)[:200]}"
             ) from error
 
 
@@ -83,7 +84,3 @@ def _export(model: nn.Module, inputs: Inputs, *, free_batch: bool) -> ExportedPr
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # it names paths on this machine
     return program
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:200]

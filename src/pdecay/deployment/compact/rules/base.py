@@ -12,8 +12,6 @@ from torch import Tensor
 from pdecay.deployment.compact.trace import Call, Value
 from pdecay.deployment.compact.units import Labels, Units, fixed
 
-_UNIFORM = {"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"}
-
 
 @dataclass(eq=False)
 class Consumer:
@@ -106,15 +104,21 @@ class Factory(Opaque):
     """
 
     def label(self, call: Call, units: Units) -> None:
-        resizable = call.name in _UNIFORM or call.uninitialized
+        resizable = is_uniform(call) or call.uninitialized
         for out in call.outs:
             out.labels = [units.new(n) if resizable else fixed(n) for n in out.tensor.shape]
 
     def mark_varying(self, call: Call) -> None:
-        fill_all(call.outs, call.name not in _UNIFORM)
+        fill_all(call.outs, not is_uniform(call))
 
     def mark_live(self, call: Call) -> None:
         pass
+
+
+def is_uniform(call: Call) -> bool:
+    """Return whether an operation makes a tensor filled with one number, like ``zeros_like``."""
+    name = call.name.removeprefix("new_").removesuffix("_like")
+    return name in ("zeros", "ones", "full", "scalar_tensor")
 
 
 def size_mismatch(call: Call) -> str:

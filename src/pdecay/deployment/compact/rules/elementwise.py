@@ -8,6 +8,7 @@ from pdecay.deployment.compact.rules.base import (
     Rule,
     fill_all,
     fixed_axes,
+    is_uniform,
     reduce_mask,
     size_mismatch,
 )
@@ -15,7 +16,6 @@ from pdecay.deployment.compact.trace import Call
 from pdecay.deployment.compact.units import Units
 
 _IDENTITIES = {"alias", "detach", "lift_fresh"}
-_UNIFORM = {"zeros_like", "ones_like", "full_like"}  # filled with one number
 
 
 class Elementwise(Rule):
@@ -75,7 +75,7 @@ class Like(Elementwise):
     """A new tensor in the shape of another, whose elements are not read: ``zeros_like``."""
 
     def mark_varying(self, call: Call) -> None:
-        fill_all(call.outs, call.name not in _UNIFORM)
+        fill_all(call.outs, not is_uniform(call))
 
     def mark_live(self, call: Call) -> None:
         pass

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pdecay.deployment.compact.rules.base import Rule, fixed_axes, size_mismatch
+from pdecay.deployment.compact.rules.base import Rule, fill_all, fixed_axes, size_mismatch
 from pdecay.deployment.compact.trace import Call, Value
 from pdecay.deployment.compact.units import Labels, Units, fixed
 
 _TRANSPOSITIONS = {"t", "transpose", "permute"}
 
 
-class Move(Rule):
+class _Rearrangement(Rule):
+    """An operation whose output elements are elements of its inputs.
+
+    The operation itself maps masks from inputs to outputs, and its gradient maps them back.
+    """
+
+    def mark_varying(self, call: Call) -> None:
+        moved = self._run(call, lambda value: value.varies)
+        for out, varies in zip(call.outs, moved, strict=True):
+            out.varies = varies
+
+    def mark_live(self, call: Call) -> None:
+        with torch.enable_grad():
+            probes = {
+                value: torch.zeros_like(value.tensor, dtype=torch.float32, requires_grad=True)
+                for value in call.ins
+            }
+            moved = self._run(call, probes.__getitem__)
+        live = [out.live.float() for out in call.outs]
+        masks = torch.autograd.grad(moved, list(probes.values()), live, materialize_grads=True)
+        for value, mask in zip(probes, masks, strict=True):
+            value.mark_live(mask > 0)
+
+    def _run(self, call: Call, replace: Callable[[Value], Tensor]) -> list[Tensor]:
+        if call.name in ("view", "_unsafe_view"):  # the replacement may have other strides
+            return [replace(call.args[0]).reshape(call.args[1])]
+        result: Any = call.run(replace)
+        return [result] if isinstance(result, Tensor) else list(result)
+
+
+class Move(_Rearrangement):
     """An operation that rearranges the elements of one tensor.
 
     How the output's axes come from the input's axes is found by running the operation on
@@ -25,7 +57,7 @@ class Move(Rule):
     def label(self, call: Call, units: Units) -> None:
         (value,) = call.ins
         coordinates = [
-            self._moved(call, _coordinates(value, axis)) if labels.any() else None
+            self._run(call, partial(_coordinates, axis=axis)) if labels.any() else None
             for axis, labels in enumerate(value.labels)
         ]
         for i, out in enumerate(call.outs):
@@ -44,37 +76,22 @@ class Move(Rule):
                 out.weight = value.weight
 
     def mark_varying(self, call: Call) -> None:
+        super().mark_varying(call)
         (value,) = call.ins
-        for out, moved in zip(call.outs, self._moved(call, value.varies), strict=True):
-            out.varies = moved
-            if call.name == "slice" and value.name and out.tensor.shape != value.tensor.shape:
-                # The number of rows, such as those of a position table, may depend on the input.
-                out.varies = torch.ones_like(moved)
-
-    def mark_live(self, call: Call) -> None:
-        (value,) = call.ins
-        with torch.enable_grad():
-            probe = torch.zeros_like(value.tensor, dtype=torch.float32, requires_grad=True)
-            moved = self._moved(call, probe)
-        for out, there in zip(call.outs, moved, strict=True):
-            if out.live.any():
-                (back,) = torch.autograd.grad(there, probe, out.live.float(), retain_graph=True)
-                value.mark_live(back > 0)
-
-    def _moved(self, call: Call, tensor: Tensor) -> list[Tensor]:
-        if call.name in ("view", "_unsafe_view"):
-            return [tensor.reshape(call.args[1])]
-        result: Any = call.run(lambda value: tensor)
-        return [result] if isinstance(result, Tensor) else list(result)
+        if call.name == "slice" and value.name and call.outs[0].tensor.shape != value.tensor.shape:
+            # The number of rows, such as those of a position table, may depend on the input.
+            fill_all(call.outs, True)
 
 
-class Join(Rule):
+class Join(_Rearrangement):
     """Several tensors next to each other along one axis: ``cat`` and ``stack``."""
 
     def label(self, call: Call, units: Units) -> None:
         (out,) = call.outs
-        values = _joined(call)
-        axis = _axis(call, out)
+        # cat skips empty 1-d tensors.
+        values = [value for value in call.args[0] if tuple(value.tensor.shape) != (0,)]
+        axis = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
+        axis %= out.tensor.ndim
         out.labels = fixed_axes(out)
         others = [i for i in range(out.tensor.ndim) if i != axis]
         if call.name == "cat":
@@ -87,22 +104,8 @@ class Join(Rule):
                 units.tie(first, own, size_mismatch(call))
                 out.labels[i] = own
 
-    def mark_varying(self, call: Call) -> None:
-        call.outs[0].varies = call.run(lambda value: value.varies)
 
-    def mark_live(self, call: Call) -> None:
-        (out,) = call.outs
-        values = _joined(call)
-        axis = _axis(call, out)
-        if call.name == "stack":
-            parts = out.live.unbind(axis)
-        else:
-            parts = out.live.split([value.tensor.shape[axis] for value in values], axis)
-        for value, part in zip(values, parts, strict=True):
-            value.mark_live(part)
-
-
-class Overwrite(Rule):
+class Overwrite(_Rearrangement):
     """A tensor with some positions of one axis replaced: ``slice_scatter``, ``select_scatter``."""
 
     def label(self, call: Call, units: Units) -> None:
@@ -120,21 +123,6 @@ class Overwrite(Rule):
                 units.tie(own, other, size_mismatch(call))
         out.labels = base.labels
 
-    def mark_varying(self, call: Call) -> None:
-        call.outs[0].varies = call.run(lambda value: value.varies)
-
-    def mark_live(self, call: Call) -> None:
-        (out,) = call.outs
-        with torch.enable_grad():
-            probes = {
-                id(value): torch.zeros_like(value.tensor, dtype=torch.float32, requires_grad=True)
-                for value in call.ins
-            }
-            written = call.run(lambda value: probes[id(value)])
-        masks = torch.autograd.grad(written, list(probes.values()), out.live.float())
-        for value, mask in zip(call.ins, masks, strict=True):
-            value.mark_live(mask > 0)
-
 
 def _unlabelled(call: Call, value: Value, out: Value, axis: int, units: Units) -> Labels:
     """Return the labels of an output axis that has no units from the input.
@@ -147,16 +135,6 @@ def _unlabelled(call: Call, value: Value, out: Value, axis: int, units: Units) -
     if call.name == "expand" and (source < 0 or value.tensor.shape[source] == 1):
         return units.new(n)
     return fixed(n)
-
-
-def _joined(call: Call) -> list[Value]:
-    """Return the joined tensors without the empty 1-d tensors that ``cat`` skips."""
-    return [value for value in call.args[0] if tuple(value.tensor.shape) != (0,)]
-
-
-def _axis(call: Call, out: Value) -> int:
-    axis: int = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
-    return axis % out.tensor.ndim
 
 
 def _coordinates(value: Value, axis: int) -> Tensor:
