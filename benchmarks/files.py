@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pdecay import Lp, PAdam, SparsityTarget, param_groups, prune_
 from pdecay.deployment.files import load, save
-from pdecay.lab.data import digits
+from pdecay.lab.methods.decay import TargetMethod
 from pdecay.lab.models import GPT, ResNet
+from pdecay.lab.tasks import get_task
+from pdecay.lab.train.loop import Trainer
 
 SPARSITIES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)
 
@@ -45,21 +46,15 @@ def sizes(folder: Path) -> None:
         )
 
 
-def trained_digits(target: float, steps: int = 3000) -> nn.Module:
-    """A mask as training leaves it, which no random one is like."""
-    torch.manual_seed(0)
-    data, model = digits.load(), digits.network()
-    optimizer = PAdam(param_groups(model), lr=1e-3, decay=Lp(0.8, 1e-3))
-    SparsityTarget(optimizer, target, steps)
-    for _ in range(steps):
-        batch = torch.randint(len(data.train_images), (64,))
-        loss = nn.functional.cross_entropy(
-            model(data.train_images[batch]), data.train_labels[batch]
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return prune_(model)
+def trained_digits(target: float) -> nn.Module:
+    """Train the digits' network: its zeros are less random than those of `masked`."""
+    task = get_task("digits", "cpu")
+    method = TargetMethod(p=0.8, target=target)
+    trainer = Trainer(task, method, seed=0, lr=1e-3, steps=task.steps, points=0)
+    for _ in trainer.train():
+        pass
+    trainer.finish()
+    return trainer.model
 
 
 @torch.no_grad()

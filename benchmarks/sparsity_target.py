@@ -1,11 +1,11 @@
-"""Sparsity and accuracy of SparsityTarget: two sets of runs, recorded as JSON lines.
+"""Measure how exactly SparsityTarget reaches its target, and its accuracy, as JSON lines.
 
     python benchmarks/sparsity_target.py grid       # final sparsity over tasks, p, targets and lr
     python benchmarks/sparsity_target.py compare    # accuracy against GMP and a fixed lam
     python benchmarks/sparsity_target.py tables     # docs/_data/*.md from the records
 
-Each run is a task of the lab at its ``quick`` scale on one thread. Recorded runs are skipped, so a
-killed set can be resumed. The data is read from PDECAY_DATA.
+Each run is a lab task at scale ``quick`` on one thread. Cells with a record are skipped, so an
+interrupted set can be continued. The data are looked up in PDECAY_DATA.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import json
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 
-import pdecay
-from pdecay import GradualMagnitudePruning, Lp, PAdam
-from pdecay.lab.tasks import task
-from pdecay.lab.train.schedule import schedule
+from pdecay.lab.methods import Method
+from pdecay.lab.methods.decay import AdamWMethod, ElasticMethod, TargetMethod
+from pdecay.lab.methods.magnitude import GMPMethod
+from pdecay.lab.tasks import cached_task
+from pdecay.lab.train.loop import Trainer
 
 RECORDS = Path(__file__).parent / "records"
 TABLES = Path(__file__).parents[1] / "docs" / "_data"
@@ -40,49 +40,40 @@ TUNED = (1.0,)
 FIXED_LAM = (0.003, 0.01, 0.02, 0.03, 0.06, 0.08, 0.1, 0.15)
 
 
-@lru_cache(maxsize=1)
-def cached_task(name: str):
-    return task(name, "quick")
+def method_of(cell: dict) -> Method:
+    """Return the lab's method for a cell."""
+    l2 = cell.get("l2", 0.0)
+    if cell["method"] == "target":
+        return TargetMethod(p=cell["p"], target=cell["target"])
+    if cell["method"] == "gmp":
+        return GMPMethod(target=cell["target"], weight_decay=l2)
+    if cell["method"] == "fixed":
+        return ElasticMethod(p=cell["p"], lam=cell["lam"], l2=l2)
+    return AdamWMethod(weight_decay=l2)
 
 
-def run(settings: dict) -> dict:
-    """Train once and return the settings together with the results."""
+def run(cell: dict) -> dict:
+    """Train once and return the cell with its results."""
     torch.set_num_threads(1)
-    job = cached_task(settings["task"])
-    steps = max(50, round(settings.get("length", 1.0) * job.steps))
-    model = job.model(settings["seed"])
-    groups = pdecay.param_groups(model)
-    lr = settings["lr"] * job.lr
-    method = settings["method"]
-    lam = settings.get("lam", 1.0)
-    decay = Lp(settings["p"], lam) if method in ("target", "fixed") else None
-    optimizer = PAdam(groups, lr=lr, decay=decay, weight_decay=settings.get("l2", 0.0))
-    if method == "target":
-        pdecay.SparsityTarget(optimizer, settings["target"], steps)
-    elif method == "gmp":
-        GradualMagnitudePruning(optimizer, settings["target"], steps, params=groups[0]["params"])
-    rates = schedule(optimizer, steps, min(job.warmup, steps // 10))
+    task = cached_task(cell["task"], "quick", "cpu")
+    steps = max(50, round(cell.get("length", 1.0) * task.steps))
     began = time.perf_counter()
-    for step in range(steps):
-        job.reseed(settings["seed"], step)
-        optimizer.zero_grad()
-        job.loss(model, job.batch(settings["seed"], step)).backward()
-        job.clip_(model)
-        optimizer.step()
-        rates.step()
-    decayed = groups[0]["params"]
-    zeros = sum(int((param.abs() < 1e-13).sum()) for param in decayed)
+    trainer = Trainer(
+        task, method_of(cell), seed=cell["seed"], lr=cell["lr"] * task.lr, steps=steps, points=0
+    )
+    for _ in trainer.train():
+        pass
+    result = trainer.finish()
     return {
-        **settings,
+        **cell,
         "steps": steps,
-        "sparsity": zeros / sum(param.numel() for param in decayed),
-        **job.evaluate(model),
+        **{name: result[name] for name in ("sparsity", "accuracy", "test_accuracy", "loss")},
         "seconds": round(time.perf_counter() - began, 1),
     }
 
 
 def grid() -> list[dict]:
-    """Return every task, p, target and learning rate at a quarter of the usual length."""
+    """Return cells for every task, p, target and learning rate, at a quarter of the length."""
     return [
         {
             "method": "target",
@@ -98,7 +89,7 @@ def grid() -> list[dict]:
 
 
 def compare() -> list[dict]:
-    """Return the runs that compare accuracy at equal sparsity, steps and tuning."""
+    """Return cells that compare the accuracy at equal sparsity, steps and tuning."""
     cells = []
     for name, lr, seed in itertools.product(COMPARED, TUNED, SEEDS):
         base = {"task": name, "lr": lr, "seed": seed}
@@ -139,7 +130,7 @@ def run_all(name: str, cells: list[dict], workers: int) -> None:
 
 
 def grid_table(records: list[dict]) -> str:
-    """Return a row for each task, p and learning rate: the final sparsity for each target."""
+    """Return a table of the final sparsity for each task, p, learning rate and target."""
     lines = [
         "| task | p | lr | " + " | ".join(f"{100 * target:g} %" for target in TARGETS) + " |",
         "|---|---|---|" + "---|" * len(TARGETS),
@@ -164,7 +155,7 @@ def grid_table(records: list[dict]) -> str:
 
 
 def compare_table(records: list[dict]) -> str:
-    """Return mean and deviation over seeds at the best learning rate of each method."""
+    """Return a table of mean and deviation over seeds, at each method's best learning rate."""
     lines = ["| task | sparsity | method | lr | accuracy % |", "|---|---|---|---|---|"]
     for name in COMPARED:
         dense = _best([one for one in records if (one["task"], one["method"]) == (name, "dense")])
@@ -201,7 +192,7 @@ def _best(records: list[dict]) -> tuple[float, list[float]]:
 
 
 def _fixed_at(records: list[dict], name: str, seed: int, target: float) -> float:
-    """Interpolate the accuracy of a fixed lam at a sparsity linearly between two runs."""
+    """Interpolate the accuracy of a fixed lam at a sparsity between two runs."""
     runs = sorted(
         (one["sparsity"], one["accuracy"])
         for one in records

@@ -15,8 +15,8 @@ from rich.console import Console
 from pdecay import cli
 from pdecay.cli.train import OPTIONS
 from pdecay.lab.methods import METHODS, options_of
-from pdecay.lab.train import console as train_report
-from pdecay.lab.train import records, training
+from pdecay.lab.tasks import Task, cached_task
+from pdecay.lab.train import command, records, training
 from pdecay.lab.train.training import Settings
 
 DOCS = Path(__file__).parents[2] / "docs" / "experiments.md"
@@ -56,7 +56,7 @@ def test_output_and_files(run_cli, project):
     assert f"record     runs/{folder.name}/record.jsonl" in shown
     assert (folder / "weights.pt").exists()
     again = run_cli("train", *QUICK, "--lam", "0.3", "--lr", "1e-2", "--seed", "2")
-    assert "was done before" in again
+    assert "already finished" in again
     assert not any(line.startswith("step ") for line in again.splitlines())
 
 
@@ -64,7 +64,7 @@ def test_terminal_shows_a_progress_bar(project):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
     settings = Settings.of("digits", "gmp", scale="quick", steps=40)
-    assert train_report.run(settings, project / "out", console) == 0
+    assert command.train_and_show(settings, project / "out", console) == 0
     shown = out.getvalue()
     assert "40/40" in shown
     assert "accuracy" in shown
@@ -78,35 +78,35 @@ def test_interrupt_writes_checkpoint_and_same_command_resumes(
 ):
     command = [*QUICK, "--method", "mp", "--out", "out"]
     whole = run_cli("train", *command[:-1], "whole")
-    advance = training.Session.advance
+    reseed = Task.reseed
 
-    def interrupted(session):
-        if session.step == 7:
+    def interrupt(task, seed, step):
+        if step == 7:
             os.kill(os.getpid(), number)
-        return advance(session)
+        reseed(task, seed, step)
 
     handler = signal.getsignal(number)
     with monkeypatch.context() as patch:
-        patch.setattr(training.Session, "advance", interrupted)
+        patch.setattr(Task, "reseed", interrupt)
         shown = run_cli("train", *command, code=130)
     assert signal.getsignal(number) is handler
     assert "stopping after this step" in shown
-    assert "stopped at step 8 of 40; to go on, run the same command again." in shown
+    assert "stopped at step 8 of 40; to continue, run the same command again." in shown
     assert "checkpoint out/checkpoint.pt" in shown
     shown = run_cli("train", *command)
-    assert "going on from step 8" in shown
-    assert "gone on 1 time" in shown
+    assert "resuming at step 8" in shown
+    assert "resumed 1 time" in shown
     one, other = (records.essence(records.read(name)[0]) for name in ("out", "whole"))
     assert one == other
     assert whole.count("\n") > 20
 
 
 def test_second_ctrl_c_stops_at_once(capsys, monkeypatch):
-    def stuck(session):
+    def stuck(*_):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(training.Session, "advance", stuck)
+    monkeypatch.setattr(Task, "reseed", stuck)
     assert cli.main(["train", *QUICK, "--out", "out"]) == 130
     assert capsys.readouterr().err == "pdecay train: error: interrupted\n"
     assert not Path("out/checkpoint.pt").exists()
@@ -120,9 +120,9 @@ def test_divergence_is_reported(run_cli):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["mnist"], "there is no task 'mnist'; there are digits, fashion, cifar10, shakespeare"),
-        (["digits", "--scale", "paper"], "digits has no scale 'paper'; it has quick, cpu"),
-        (["digits", "--method", "sgd"], "there is no method 'sgd'; there are adamw, padam,"),
+        (["mnist"], "there is no task 'mnist'; choose from digits, fashion, cifar10, shakespeare"),
+        (["digits", "--scale", "paper"], "digits has no scale 'paper'; choose from quick, cpu"),
+        (["digits", "--method", "sgd"], "there is no method 'sgd'; choose from adamw, padam,"),
         (["digits", "--method", "gmp", "--p", "1"], "gmp has no option 'p'; it has target, weight"),
         (["digits", "--p", "x"], "argument --p: invalid float value: 'x'"),
         (["digits", "--p", "-1"], "padam: p must be finite and >= 0, got -1.0"),
@@ -159,22 +159,22 @@ def test_invalid_arguments_are_reported(run_cli, project, argv, message):
 def test_folder_of_another_run_is_refused(run_cli):
     run_cli("train", *QUICK, "--out", "out")
     message = run_cli("train", *QUICK, "--lam", "0.7", "--out", "out", code=2)
-    assert "out has a run of other settings (lam is 0.01 there and 0.7 here): choose" in message
+    assert "out has a run with other settings (lam is 0.01 there and 0.7 here): choose" in message
 
 
 def test_missing_data_is_reported(run_cli, project, monkeypatch):
-    from pdecay.lab.data import sources as data
+    from pdecay.lab.data import sources
 
     monkeypatch.setenv("PDECAY_DATA", str(project / "nowhere"))
     assert "which is not a folder" in run_cli("train", "shakespeare", "--scale", "quick", code=2)
-    monkeypatch.setattr(data, "folders", lambda: [project / "empty"])
+    monkeypatch.setattr(sources, "folders", lambda: [project / "empty"])
 
-    def refuse(remote, folder, *, progress=True):
-        raise data.DataError("no network")
+    def refuse(remote, folder):
+        raise sources.DataError("no network")
 
-    monkeypatch.setattr(data, "fetch", refuse)
+    monkeypatch.setattr(sources, "fetch", refuse)
     monkeypatch.setenv("PDECAY_DATA", str(project))
-    training._job.cache_clear()
+    cached_task.cache_clear()
     assert "Put tinyshakespeare.txt" in run_cli("train", "shakespeare", "--scale", "quick", code=2)
 
 
@@ -202,8 +202,8 @@ def test_documented_method_trains_prunes_and_resumes(run_cli, project):
 
 def test_documented_commands_and_methods_exist():
     text = DOCS.read_text()
-    for command in re.findall(r"^pdecay (train .*)$", text, re.MULTILINE):
-        cli._parser().parse_args(command.split())
+    for line in re.findall(r"^pdecay (train .*)$", text, re.MULTILINE):
+        cli._parser().parse_args(line.split())
     rows = dict(
         re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", text.split("## Methods")[1], re.MULTILINE)
     )

@@ -1,4 +1,4 @@
-"""Tiny jobs to train: real digits, and a stream that needs no data."""
+"""Small tasks to train: the digits, and points that need no data."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from pdecay.lab.tasks import Task, task
+from pdecay.lab.tasks import Task, get_task
 
 
 class Points:
-    """Two classes of points in four dimensions, told apart by a hidden direction."""
+    """Two classes of points in four dimensions, separated by a plane."""
 
     def batch(self, seed, step):
         random = torch.Generator().manual_seed(1000 * seed + step)
@@ -22,14 +22,17 @@ class Points:
     def validation(self):
         yield self.batch(99, 0)
 
+    def test(self):
+        yield self.batch(98, 0)
+
 
 @pytest.fixture
 def points():
-    """A task of points, with a model of choice."""
+    """Make a task of points with a given model."""
 
     def make(build=None, **changes) -> Task:
-        job = Task(
-            "digits",  # a name that is known; nothing else of it is used
+        task = Task(
+            "digits",  # any known name
             "quick",
             build or (lambda: nn.Linear(4, 2)),
             lambda device: Points(),
@@ -37,11 +40,11 @@ def points():
             warmup=2,
             lr=0.01,
         )
-        return replace(job, **changes)
+        return replace(task, **changes)
 
     return make
 
 
 @pytest.fixture(scope="session")
 def digits() -> Task:
-    return task("digits", "quick")
+    return get_task("digits", "quick")

@@ -18,22 +18,22 @@ def nano() -> GPT:
     return GPT(symbols=65, block=256, layers=6, heads=6, width=384, dropout=0.2)
 
 
-def test_resnet18_has_the_papers_size():
+def test_resnet18_has_size_of_paper():
     model = ResNet()
     assert count(model) == 11_173_962
     decayed, _ = pdecay.param_groups(model)
     assert sum(param.numel() for param in decayed["params"]) == 11_164_352
 
 
-def test_nano_gpt_has_the_papers_size(nano):
-    """10.65 M parameters beside the position embedding; all but 13 norms' of them decay."""
+def test_nano_gpt_has_size_of_paper(nano):
+    """10.65 M parameters besides the position embedding; all but those of 13 norms decay."""
     assert count(nano) - nano.position.weight.numel() == 10_646_784
     decayed, spared = pdecay.param_groups(nano, exclude="position.weight")
     assert sum(param.numel() for param in decayed["params"]) == 10_641_792
     assert sum(param.numel() for param in spared["params"]) == 13 * 384 + 256 * 384
 
 
-def test_a_narrower_resnet_is_smaller():
+def test_narrow_resnet_is_small():
     assert count(ResNet(width=16, blocks=(1, 1, 1))) < 80_000
 
 
@@ -47,14 +47,14 @@ def test_a_narrower_resnet_is_smaller():
         (ResNet(8), (3, 32, 32)),
     ],
 )
-def test_images_become_class_scores_and_every_weight_learns(model, shape):
+def test_image_models_return_logits_and_train_all_weights(model, shape):
     scores = model(torch.randn(4, *shape))
     assert scores.shape == (4, 10)
     scores.square().sum().backward()
     assert all(param.grad is not None and param.grad.any() for param in model.parameters())
 
 
-def test_a_gpt_does_not_look_ahead():
+def test_gpt_is_causal():
     model = GPT(symbols=11, block=8, layers=2, heads=2, width=16).eval()
     one = torch.randint(11, (1, 8), generator=torch.Generator().manual_seed(0))
     other = one.clone()
@@ -65,14 +65,14 @@ def test_a_gpt_does_not_look_ahead():
     assert not torch.allclose(a[:, 5:], b[:, 5:])
 
 
-def test_a_gpt_takes_shorter_inputs_and_refuses_longer():
+def test_gpt_refuses_inputs_longer_than_its_block():
     model = GPT(symbols=11, block=8, layers=1, heads=2, width=16)
     assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 11)
     with pytest.raises(ValueError, match="up to 8 symbols, got 9"):
         model(torch.zeros(1, 9, dtype=torch.int64))
 
 
-def test_a_gpt_starts_as_gpt_2_does(nano):
+def test_gpt_initialisation_matches_gpt_2(nano):
     assert nano.head.weight is nano.embedding.weight
     for name, weight in nano.named_parameters():
         if weight.ndim == 1:
@@ -82,6 +82,6 @@ def test_a_gpt_starts_as_gpt_2_does(nano):
             assert weight.std().item() == pytest.approx(std, rel=0.03), name
 
 
-def test_heads_must_divide_the_width():
+def test_width_must_be_multiple_of_heads():
     with pytest.raises(ValueError, match="multiple of heads, got 10 and 3"):
         GPT(symbols=5, block=4, layers=1, heads=3, width=10)

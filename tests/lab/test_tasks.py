@@ -10,37 +10,29 @@ import torch
 from torch import nn
 
 import pdecay
+from pdecay.lab.data import sources
 from pdecay.lab.data.sources import DataError
-from pdecay.lab.tasks import SCALES, TASKS, Task, task
-from pdecay.lab.train.schedule import lr_factor, schedule
+from pdecay.lab.tasks import SCALES, TASKS, Task, get_task
+from pdecay.lab.train.loop import lr_factor, schedule
 
 
 @functools.cache
-def real(name: str, scale: str) -> Task:
-    """A task with its data, read once, or a test skipped with what is missing."""
-    job = task(name, scale)
+def with_data(name: str, scale: str) -> Task:
+    """Return a task with its data; skip the test if they are missing. Nothing is downloaded."""
+    task = get_task(name, scale)
     try:
-        job = replace(job, open=_without_download(job))
-        _ = job.stream
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sources, "fetch", refuse_download)
+            _ = task.stream
     except DataError as error:
         if "was not found" not in str(error):
             raise
         pytest.skip(str(error))
-    return job
+    return task
 
 
-def _without_download(job: Task):
-    from pdecay.lab.data import sources as data
-
-    def refuse(remote, folder, *, progress=True):
-        raise DataError("tests download nothing")
-
-    def open(device):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(data, "fetch", refuse)
-            return job.open(device)
-
-    return open
+def refuse_download(remote, folder):
+    raise DataError("tests download nothing")
 
 
 KNOWN = [
@@ -52,81 +44,81 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("name", "scale"), KNOWN)
-def test_every_task_has_a_model_and_a_recipe_without_data(name, scale):
-    job = task(name, scale)
-    assert (job.name, job.scale) == (name, scale)
-    assert 0 < job.warmup < job.steps
-    assert 0 < job.lr < 0.1
-    assert isinstance(job.model(0), nn.Module)
-    assert "build" not in repr(job)
-    assert repr(pickle.loads(pickle.dumps(job))) == repr(job)
+def test_task_needs_no_data_for_model_and_recipe(name, scale):
+    task = get_task(name, scale)
+    assert (task.name, task.scale) == (name, scale)
+    assert 0 < task.warmup < task.steps
+    assert 0 < task.lr < 0.1
+    assert isinstance(task.model(0), nn.Module)
+    assert "build" not in repr(task)
+    assert repr(pickle.loads(pickle.dumps(task))) == repr(task)
 
 
-def test_the_papers_settings():
-    resnet, nano = task("cifar10", "paper"), task("shakespeare", "paper")
+def test_settings_of_paper():
+    resnet, nano = get_task("cifar10", "paper"), get_task("shakespeare", "paper")
     epoch = 782  # 50,000 images in batches of 64
     assert (resnet.steps, resnet.warmup, resnet.clip) == (100 * epoch, 3 * epoch, None)
     assert (nano.steps, nano.warmup, nano.clip) == (5000, 100, 1.0)
 
 
 @pytest.mark.parametrize("arguments", [("mnist",), ("digits", "huge"), ("digits", "paper")])
-def test_unknown_names_are_told_what_there_is(arguments):
+def test_unknown_name_error_lists_choices(arguments):
     with pytest.raises(ValueError, match=r"quick, cpu$|digits, fashion, cifar10, shakespeare$"):
-        task(*arguments)
+        get_task(*arguments)
 
 
-def test_the_seed_decides_the_model_and_nothing_else():
-    job = task("digits", "quick")
+def test_model_depends_on_seed_only():
+    task = get_task("digits", "quick")
     before = torch.get_rng_state()
-    one, again, other = (list(job.model(seed).parameters()) for seed in (1, 1, 2))
+    one, again, other = (list(task.model(seed).parameters()) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
     assert not torch.equal(one[0], other[0])
 
 
-def test_batches_go_on_from_any_step():
-    job = real("digits", "quick")
-    walked = list(itertools.islice(job.batches(5), 60))
-    resumed = list(itertools.islice(job.batches(5, start=40), 20))
+def test_batches_start_at_any_step():
+    task = with_data("digits", "quick")
+    walked = list(itertools.islice(task.batches(5), 60))
+    resumed = list(itertools.islice(task.batches(5, start=40), 20))
     for (x, y), (other_x, other_y) in zip(walked[40:], resumed, strict=True):
         assert torch.equal(x, other_x)
         assert torch.equal(y, other_y)
 
 
-def train(job: Task, model, optimizer, scheduler, steps, seed=0) -> float:
+def train(task: Task, model, optimizer, scheduler, steps, seed=0) -> float:
     loss = torch.tensor(0.0)
     for step in steps:
-        job.reseed(seed, step)
-        loss = job.loss(model, job.batch(seed, step))
+        task.reseed(seed, step)
+        loss = task.loss(model, task.batch(seed, step))
         loss.backward()
-        job.clip_(model)
+        task.clip_(model)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
     return loss.item()
 
 
-def prepared(job: Task):
-    model = job.model(0)
+def prepared(task: Task):
+    model = task.model(0)
     decay = pdecay.Lp(0.8, 1e-3)
-    optimizer = pdecay.PAdam(pdecay.param_groups(model), lr=job.lr, decay=decay)
-    return model, optimizer, schedule(optimizer, job.steps, job.warmup)
+    optimizer = pdecay.PAdam(pdecay.param_groups(model), lr=task.lr, decay=decay)
+    return model, optimizer, schedule(optimizer, task.steps, task.warmup)
 
 
-def test_a_run_with_dropout_resumes_to_the_last_bit():
-    job = real("shakespeare", "quick")
-    build = job.build
-    job = replace(job, build=lambda: _with_dropout(build()))
-    whole = prepared(job)
-    train(job, *whole, range(6))
-    first = prepared(job)
-    train(job, *first, range(3))
+def test_resume_with_dropout_is_bit_identical():
+    task = with_data("shakespeare", "quick")
+    build = task.build
+    task = replace(task, build=lambda: _with_dropout(build()))
+    whole = prepared(task)
+    train(task, *whole, range(6))
+    first = prepared(task)
+    train(task, *first, range(3))
     state = [part.state_dict() for part in first]
-    torch.manual_seed(99)  # another process
-    second = prepared(job)
+    torch.manual_seed(99)  # as in a new process
+    second = prepared(task)
     for part, saved in zip(second, state, strict=True):
         part.load_state_dict(saved)
-    train(job, *second, range(3, 6))
+    train(task, *second, range(3, 6))
     for one, other in zip(whole[0].parameters(), second[0].parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -138,32 +130,32 @@ def _with_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_digits_are_learned():
-    job = replace(real("digits", "quick"), steps=150, warmup=10)
-    model, optimizer, scheduler = prepared(job)
-    before = job.evaluate(model)
-    train(job, model, optimizer, scheduler, range(job.steps))
-    after = job.evaluate(model)
+def test_digits_reach_93_percent():
+    task = replace(with_data("digits", "quick"), steps=150, warmup=10)
+    model, optimizer, scheduler = prepared(task)
+    before = task.evaluate(model)
+    train(task, model, optimizer, scheduler, range(task.steps))
+    after = task.evaluate(model)
     assert before["accuracy"] < 40
     assert after["accuracy"] > 93
     assert after["loss"] < before["loss"]
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_few_steps_of_each_task(name):
-    job = real(name, "quick")
-    model, optimizer, scheduler = prepared(job)
-    inputs, targets = job.batch(0, 0)
+def test_loss_of_each_task_decreases(name):
+    task = with_data(name, "quick")
+    model, optimizer, scheduler = prepared(task)
+    inputs, targets = task.batch(0, 0)
     assert inputs.shape[0] == targets.shape[0] > 1
-    loss = job.loss(model, (inputs, targets)).item()
-    assert train(job, model, optimizer, scheduler, range(12)) < loss
+    loss = task.loss(model, (inputs, targets)).item()
+    assert train(task, model, optimizer, scheduler, range(12)) < loss
 
 
 @pytest.mark.parametrize(("name", "shape"), [("cifar10", (3, 32, 32)), ("shakespeare", (256,))])
-def test_the_papers_shapes_train(name, shape):
-    """Three steps as in the paper, but with two examples a batch; data only need the shape."""
-    job = task(name, "paper")
-    model, optimizer, scheduler = prepared(job)
+def test_networks_of_paper_train(name, shape):
+    """Take three steps on two random examples with the paper's shapes."""
+    task = get_task(name, "paper")
+    model, optimizer, scheduler = prepared(task)
     random = torch.Generator().manual_seed(0)
     losses = []
     if name == "cifar10":
@@ -173,9 +165,9 @@ def test_the_papers_shapes_train(name, shape):
         inputs = torch.randint(65, (2, *shape), generator=random)
         targets = inputs.roll(-1, 1)
     for _ in range(3):
-        loss = job.loss(model, (inputs, targets))
+        loss = task.loss(model, (inputs, targets))
         loss.backward()
-        job.clip_(model)
+        task.clip_(model)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -184,18 +176,18 @@ def test_the_papers_shapes_train(name, shape):
     assert losses[0] == pytest.approx(4.17, abs=0.2) if name == "shakespeare" else losses[0] < 5
 
 
-def test_the_papers_real_batches():
-    job = real("shakespeare", "paper")
-    inputs, targets = job.batch(0, 0)
+def test_batches_of_paper_scale():
+    task = with_data("shakespeare", "paper")
+    inputs, targets = task.batch(0, 0)
     assert inputs.shape == targets.shape == (64, 256)
-    job = real("cifar10", "paper")
-    inputs, targets = job.batch(0, 781)
-    assert inputs.shape == (16, 3, 32, 32)  # what is left of an epoch
-    assert job.batch(0, 0)[0].shape == (64, 3, 32, 32)
+    task = with_data("cifar10", "paper")
+    inputs, targets = task.batch(0, 703)
+    assert inputs.shape == (8, 3, 32, 32)  # the last batch of an epoch
+    assert task.batch(0, 0)[0].shape == (64, 3, 32, 32)
 
 
 class Fixed:
-    """A stream of two validation batches of unlike size."""
+    """A stream with two validation batches of different sizes and one test batch."""
 
     def batch(self, seed, step):
         raise NotImplementedError
@@ -204,15 +196,20 @@ class Fixed:
         yield torch.eye(4)[:3], torch.tensor([0, 1, 3])
         yield torch.eye(4)[3:], torch.tensor([3])
 
+    def test(self):
+        yield torch.eye(4), torch.tensor([0, 0, 0, 3])
+
 
 def fixed(build=nn.Identity) -> Task:
     return Task("fixed", "quick", build, lambda device: Fixed(), steps=1, warmup=0, lr=0.1)
 
 
-def test_evaluate_weighs_every_example_alike():
+def test_evaluate_averages_over_examples():
     result = fixed().evaluate(nn.Identity())
     right, wrong = -torch.tensor([1.0, 0, 0, 0]).log_softmax(0)[:2].double()
     assert result["accuracy"] == 75.0
+    assert fixed().evaluate(nn.Identity(), "test")["accuracy"] == 50.0
+    assert fixed().evaluate(nn.Identity(), batches=1)["accuracy"] == pytest.approx(200 / 3)
     assert result["loss"] == pytest.approx(((3 * right + wrong) / 4).item(), rel=1e-6)
 
 
@@ -231,31 +228,31 @@ class Recorder(nn.Module):
         return self.frozen(self.live(x)) * self.scale
 
 
-def test_evaluate_restores_every_modules_mode_also_after_an_error():
+def test_evaluate_restores_modes_even_after_an_error():
     model = Recorder()
-    job = fixed()
-    assert job.evaluate(model)["accuracy"] == 75.0
+    task = fixed()
+    assert task.evaluate(model)["accuracy"] == 75.0
     assert model.seen == [(False, False, False)] * 2
     with pytest.raises(RuntimeError, match="third"):
-        job.evaluate(model)
+        task.evaluate(model)
     assert (model.training, model.live.training, model.frozen.training) == (True, True, False)
     model.eval()
     model.seen.clear()
-    job.evaluate(model)
+    task.evaluate(model)
     assert not model.live.training
 
 
-def test_clipping():
-    job = replace(fixed(), clip=1.0)
+def test_gradient_clipping():
+    task = replace(fixed(), clip=1.0)
     model = nn.Linear(2, 2, bias=False)
     model.weight.grad = torch.full((2, 2), 100.0)
     fixed().clip_(model)
     assert model.weight.grad.norm().item() == 200
-    job.clip_(model)
+    task.clip_(model)
     assert model.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
-def test_the_learning_rates_course():
+def test_learning_rate_schedule():
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=2.0)
     scheduler = schedule(optimizer, steps=100, warmup=10)
@@ -269,7 +266,7 @@ def test_the_learning_rates_course():
     assert rates[54] == pytest.approx(2 * (0.01 + 0.99 / 2))
     assert all(a > b for a, b in itertools.pairwise(rates[9:]))
     assert rates[-1] == pytest.approx(0.02)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02)  # and stays there
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02)  # and remains there
     assert lr_factor(0, 10, 0) < 1
 
 
@@ -277,7 +274,32 @@ def test_the_learning_rates_course():
     ("arguments", "message"),
     [((10, 10), "got 10 of 10"), ((10, -1), "got -1 of 10"), ((10, 1, 2.0), "floor .* got 2.0")],
 )
-def test_a_course_that_cannot_be(arguments, message):
+def test_invalid_schedule_is_refused(arguments, message):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     with pytest.raises(ValueError, match=message):
         schedule(optimizer, *arguments)
+
+
+def test_digits_splits_are_fixed_stratified_and_disjoint():
+    from pdecay.lab.data import digits
+
+    one, other = digits.load(), digits.load()
+    parts = {}
+    for name in ("train", "validation", "test"):
+        pixels, labels = getattr(one, name)
+        assert torch.equal(pixels, getattr(other, name)[0])
+        counts = labels.bincount()
+        assert len(counts) == 10
+        assert counts.max() - counts.min() <= 0.12 * counts.max() + 1
+        parts[name] = {tuple(image.flatten().tolist()) for image in pixels}
+    assert [len(part) for part in parts.values()] == [1297, 250, 250]
+    assert len(set.union(*parts.values())) == 1797
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_validation_and_test_splits_are_repeatable_and_differ(name):
+    task = with_data(name, "quick")
+    first, again = next(task.validation()), next(task.validation())
+    assert torch.equal(first[0], again[0])
+    inputs, _ = next(task.test())
+    assert inputs.shape != first[0].shape or not torch.equal(inputs, first[0])

@@ -43,7 +43,7 @@ COMMANDS = (
 )
 
 # The extra that installs a package, by the package's import name.
-_EXTRA_OF = {"matplotlib": "lab", "optuna": "lab", "rich": "lab", "sklearn": "lab"}
+_EXTRA_OF = {"matplotlib": "lab", "optuna": "lab", "pooch": "lab", "rich": "lab", "sklearn": "lab"}
 _EXTRA_OF |= dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "onnx")
 _DISTRIBUTION_OF = {"sklearn": "scikit-learn"}
 

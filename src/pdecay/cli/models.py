@@ -78,7 +78,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 def _of_run(folder: Path) -> tuple[nn.Module, Any]:
     """Return the trained model of a run and two inputs of its task."""
-    from pdecay.lab.tasks import task
+    from pdecay.lab.tasks import get_task
     from pdecay.lab.train import records
     from pdecay.lab.train.training import RECORD, WEIGHTS
 
@@ -89,7 +89,7 @@ def _of_run(folder: Path) -> tuple[nn.Module, Any]:
     except (records.RecordError, ValueError) as error:
         raise UsageError(f"{folder}: {error}") from None
     settings = record["settings"]
-    job = task(settings["task"], settings["scale"])
+    job = get_task(settings["task"], settings["scale"])
     model = job.model(settings["seed"])
     load_weights(model, folder / WEIGHTS)
     inputs, _ = job.batch(settings["seed"], 0)

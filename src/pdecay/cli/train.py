@@ -86,7 +86,7 @@ def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from pdecay.lab.data.sources import DataError
-    from pdecay.lab.train import console as train_report
+    from pdecay.lab.train import command
     from pdecay.lab.train.records import RecordError
     from pdecay.lab.train.training import RunError, Settings
 
@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
     out = args.out or Path("runs") / f"{settings.task}-{method}-{settings.id}"
     check_writable(out)
     try:
-        return train_report.run(
+        return command.train_and_show(
             settings,
             out,
             Console(),

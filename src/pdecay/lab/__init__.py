@@ -1,1 +1,4 @@
-"""Experiments: what the demo trains, measures and draws. Needs ``pip install 'pdecay[lab]'``."""
+"""Experiments: data, models, methods, training, sweeps, reports, benchmarks and the demo.
+
+The lab needs ``pip install 'pdecay[lab]'``.
+"""

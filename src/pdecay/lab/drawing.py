@@ -1,7 +1,7 @@
-"""What all figures share: fonts, colours that colour-blind readers can tell apart, the zeros' axis.
+"""Shared parts of all figures: fonts, a colour-blind safe palette, the axis of sparsity.
 
-Figures are drawn without pyplot: no window, no state outside of the figure, the same bytes each
-time.
+Figures are drawn without pyplot, so there is no window and no global state, and equal figures are
+equal files.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _DPI = 150
 
 
 def to_decades(zeros: Any) -> Any:
-    """Per cent of zeros to the decades of weights that are gone."""
+    """Convert percent of zeros to decades of removed weights."""
     return -np.log10(np.maximum(1 - np.asarray(zeros) / 100, 1e-6))
 
 
 def from_decades(decades: Any) -> Any:
-    """The other way round."""
+    """Convert decades of removed weights to percent of zeros."""
     return 100 * (1 - 10.0 ** -np.asarray(decades))
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG or SVG. No date and no version in it, so that equal figures are equal bytes."""
+    """Write a PNG or SVG without date and version, so that equal figures are equal files."""
     kind = path.suffix.removeprefix(".")
     metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
     with matplotlib.rc_context({"svg.hashsalt": "pdecay"}):

@@ -28,7 +28,7 @@ class MLP(nn.Module):
 
 
 class CNN(nn.Module):
-    """3x3 convolutions that halve the image, each with a batch norm and ReLU; then two linears."""
+    """3x3 convolutions with stride 2, batch norm and ReLU, followed by two linear layers."""
 
     def __init__(
         self, channels: int, size: int, widths: Sequence[int], hidden: int, classes: int
@@ -52,9 +52,9 @@ class CNN(nn.Module):
 class ResNet(nn.Module):
     """ResNet for 32x32 images: a 3x3 stem and no pooling before the stages.
 
-    Stage k has ``width * 2**k`` channels, ``blocks[k]`` basic blocks, and halves the image from
-    the second on. ResNet18 is ``ResNet()``: width 64, two blocks in each of four stages. A stem
-    with `stride` 2 makes it four times cheaper.
+    Stage k has ``width * 2**k`` channels and ``blocks[k]`` basic blocks. Every stage but the first
+    halves the image. ``ResNet()`` is ResNet18: width 64 and two blocks in each of four stages. A
+    stem with `stride` 2 reduces the cost by a factor of four.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ResNet(nn.Module):
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where shapes change."""
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution if the shape changes."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -106,16 +106,16 @@ class _Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer as nanoGPT has it: pre-norm, GELU, tied embeddings, no biases.
+    """A decoder-only transformer like nanoGPT: pre-norm, GELU, tied embeddings, no biases.
 
-    Weights start normal with deviation 0.02, the projections that write to the residual stream
-    with ``0.02 / sqrt(2 * layers)``, so that the stream's variance does not grow with depth.
+    Weights are initialised with deviation 0.02; projections into the residual stream with
+    ``0.02 / sqrt(2 * layers)``, so that the variance of the stream does not grow with the depth.
 
     Args:
         symbols: the size of the vocabulary.
-        block: the longest input.
-        layers, heads, width: of the transformer.
-        dropout: on the embeddings, the attention and what is written to the residual stream.
+        block: the maximum length of an input.
+        layers, heads, width: the size of the transformer.
+        dropout: the dropout on embeddings, attention and updates of the residual stream.
     """
 
     def __init__(

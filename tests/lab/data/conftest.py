@@ -1,10 +1,13 @@
-"""Tiny copies of the data sets, and the real ones where they are."""
+"""Tiny copies of the data sets and a local web server."""
 
 from __future__ import annotations
 
+import functools
 import gzip
 import pickle
 import struct
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +18,27 @@ from pdecay.lab.data import cifar10
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """An empty PDECAY_DATA, and a cache that is empty too."""
+    """Return an empty PDECAY_DATA; the cache is empty too."""
     place = tmp_path / "data"
     place.mkdir()
     monkeypatch.setenv("PDECAY_DATA", str(place))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return place
+
+
+class _QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url(tmp_path):
+    """Serve the temporary folder over HTTP and return the URL of a file in it."""
+    handler = functools.partial(_QuietHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield lambda path: f"http://127.0.0.1:{server.server_port}/{path.relative_to(tmp_path)}"
+        server.shutdown()
 
 
 @pytest.fixture
@@ -39,7 +57,7 @@ def idx():
 
 @pytest.fixture
 def batch():
-    """The content of a small CIFAR-10 batch file."""
+    """Make the content of a small CIFAR-10 batch file."""
 
     def make(rows: int = 20, protocol: int = 4, **changes: object) -> bytes:
         random = np.random.default_rng(rows)
@@ -57,8 +75,9 @@ def batch():
 
 @pytest.fixture
 def small_cifar(folder, batch, monkeypatch) -> Path:
-    """CIFAR-10's folder with 20 images in each file."""
+    """Return a CIFAR-10 folder with 20 images in each file."""
     monkeypatch.setattr(cifar10, "ROWS", 20)
+    monkeypatch.setattr(cifar10, "VALIDATION", 10)
     place = folder / cifar10.FOLDER
     place.mkdir()
     for name in (*cifar10.TRAIN, cifar10.TEST):

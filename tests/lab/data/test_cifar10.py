@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdecay.lab.data import cifar10
-from pdecay.lab.data import sources as data
+from pdecay.lab.data import cifar10, sources
 from pdecay.lab.data.sources import DataError
 
 HERE = Path("data_batch_1")
@@ -22,22 +21,23 @@ HERE = Path("data_batch_1")
 
 def test_load(small_cifar):
     images = cifar10.load(download=False)
-    assert images.train_x.shape == (100, 3, 32, 32)
-    assert images.train_x.dtype == torch.uint8
-    assert images.test_x.shape == (20, 3, 32, 32)
-    assert images.test_y.tolist() == [i % 10 for i in range(20)]
+    assert images.train[0].shape == (90, 3, 32, 32)
+    assert images.train[0].dtype == torch.uint8
+    assert images.validation[1].tolist() == [i % 10 for i in range(10, 20)]
+    assert images.test[0].shape == (20, 3, 32, 32)
+    assert images.test[1].tolist() == [i % 10 for i in range(20)]
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_a_batch_of_any_protocol(batch, protocol):
+def test_batch_of_any_protocol(batch, protocol):
     pixels, labels = cifar10.read_batch(batch(protocol=protocol), HERE)
     expected, _ = cifar10.read_batch(batch(), HERE)
     assert torch.equal(pixels, expected)
     assert labels.tolist() == [i % 10 for i in range(20)]
 
 
-def test_a_batch_as_python_2_wrote_it():
-    """The official files: protocol 2, text and pixels as strings of bytes, old module names."""
+def test_batch_written_by_python_2():
+    """The official files use protocol 2, byte strings and old module names."""
 
     def string(text: bytes) -> bytes:
         return b"U" + bytes([len(text)]) + text
@@ -82,25 +82,25 @@ class Call:
         lambda mark: Call(open, str(mark), "w"),
     ],
 )
-def test_a_malicious_pickle_runs_nothing(small_cifar, batch, tmp_path, call, protocol):
+def test_malicious_pickle_runs_no_code(small_cifar, batch, tmp_path, call, protocol):
     mark = tmp_path / "mark.npy"
     raw = batch(protocol=protocol, labels=[call(mark)])
     (small_cifar / "data_batch_3").write_bytes(raw)
-    with pytest.raises(DataError, match="nothing of it was run") as raised:
+    with pytest.raises(DataError, match="nothing was run") as raised:
         cifar10.load(download=False)
     assert "data_batch_3" in str(raised.value)
     assert not mark.exists()
     mark.unlink(missing_ok=True)
 
 
-def test_a_pickle_with_another_codec_or_an_outside_reference():
+def test_pickle_with_codec_or_external_reference_is_refused():
     with pytest.raises(DataError, match="codec 'rot13'"):
         cifar10.read_batch(b"c_codecs\nencode\n(Vabc\nVrot13\ntR.", HERE)
-    with pytest.raises(DataError, match="outside"):
+    with pytest.raises(DataError, match="external objects"):
         cifar10.read_batch(b"Pabc\n.", HERE)
 
 
-def test_truncation_anywhere(batch):
+def test_truncated_batch_is_reported(batch):
     raw = batch(rows=2)
     for end in range(0, len(raw), 97):
         with pytest.raises(DataError, match="cannot be unpickled"):
@@ -120,30 +120,30 @@ def test_truncation_anywhere(batch):
         ({"labels": None}, "are not 20 numbers"),
     ],
 )
-def test_other_contents(batch, changes, message):
+def test_invalid_content_is_reported(batch, changes, message):
     with pytest.raises(DataError, match=message):
         cifar10.read_batch(batch(**changes), HERE)
 
 
 @pytest.mark.parametrize("content", [[], {}, {b"data": 1}, None])
-def test_another_pickle(content):
+def test_other_pickle_is_reported(content):
     with pytest.raises(DataError, match="has no b'data'"):
         cifar10.read_batch(pickle.dumps(content), HERE)
 
 
-def test_a_missing_file(small_cifar):
+def test_missing_file_is_reported(small_cifar):
     (small_cifar / "test_batch").unlink()
     with pytest.raises(DataError, match="has no test_batch: unpack"):
         cifar10.load(download=False)
 
 
-def test_another_number_of_images(small_cifar, batch):
+def test_wrong_number_of_images_is_reported(small_cifar, batch):
     (small_cifar / "data_batch_2").write_bytes(batch(rows=10))
     with pytest.raises(DataError, match=r"data_batch_2 .* 10 images, not 20"):
         cifar10.load(download=False)
 
 
-def test_altered_labels(small_cifar, batch):
+def test_altered_labels_are_reported(small_cifar, batch):
     (small_cifar / "data_batch_2").write_bytes(
         batch(labels=[0, 0, *(i % 10 for i in range(2, 20))])
     )
@@ -152,7 +152,7 @@ def test_altered_labels(small_cifar, batch):
 
 
 def pack(place: Path, archive: Path, monkeypatch, leave_out: str = "") -> None:
-    """Make the archive of a folder, and let its digest be the official one."""
+    """Pack a folder into an archive and make its digest the expected one."""
     with tarfile.open(archive, "w:gz") as tar:
         evil = tarfile.TarInfo("../evil")
         evil.size = 4
@@ -167,14 +167,14 @@ def pack(place: Path, archive: Path, monkeypatch, leave_out: str = "") -> None:
     monkeypatch.setattr(cifar10, "_REMOTE", replace(cifar10._REMOTE, digest=digest))
 
 
-def test_the_archive_is_read_and_unpacked_nowhere(small_cifar, folder, monkeypatch):
+def test_archive_is_read_without_unpacking(small_cifar, folder, monkeypatch):
     pack(small_cifar, folder / "cifar-10-python.tar.gz", monkeypatch)
-    assert len(cifar10.load(download=False).train_y) == 100
+    assert len(cifar10.load(download=False).train[1]) == 90
     assert [file.name for file in folder.iterdir()] == ["cifar-10-python.tar.gz"]
     assert not (folder.parent / "evil").exists()
 
 
-def test_an_altered_archive(small_cifar, folder, monkeypatch):
+def test_altered_archive_is_reported(small_cifar, folder, monkeypatch):
     archive = folder / "cifar-10-python.tar.gz"
     pack(small_cifar, archive, monkeypatch)
     archive.write_bytes(archive.read_bytes()[:-1])
@@ -182,43 +182,44 @@ def test_an_altered_archive(small_cifar, folder, monkeypatch):
         cifar10.load(download=False)
 
 
-def test_an_archive_that_lacks_a_file(small_cifar, folder, monkeypatch):
+def test_incomplete_archive_is_reported(small_cifar, folder, monkeypatch):
     pack(small_cifar, folder / "cifar-10-python.tar.gz", monkeypatch, leave_out="test_batch")
     with pytest.raises(DataError, match="lacks test_batch"):
         cifar10.load(download=False)
 
 
-def test_an_archive_cut_short_that_has_the_digest(small_cifar, folder, monkeypatch):
+def test_truncated_archive_is_reported(small_cifar, folder, monkeypatch):
     archive = folder / "cifar-10-python.tar.gz"
     pack(small_cifar, archive, monkeypatch)
     archive.write_bytes(archive.read_bytes()[:5000])
-    monkeypatch.setattr(data, "check_digest", lambda *_: None)
+    monkeypatch.setattr(sources, "check_digest", lambda *_: None)
     with pytest.raises(DataError, match="cannot be unpacked"):
         cifar10.load(download=False)
 
 
-def test_download(small_cifar, folder, tmp_path, monkeypatch):
+def test_download(small_cifar, folder, tmp_path, monkeypatch, url):
     archive = tmp_path / "cifar-10-python.tar.gz"
     pack(small_cifar, archive, monkeypatch)
-    remote = replace(cifar10._REMOTE, urls=(archive.as_uri(),))
+    remote = replace(cifar10._REMOTE, urls=(url(archive),))
     monkeypatch.setattr(cifar10, "_REMOTE", remote)
-    assert len(cifar10.load().train_y) == 100
-    assert (data.cache_folder() / "cifar-10-python.tar.gz").exists()
+    assert len(cifar10.load().train[1]) == 90
+    assert (sources.cache_folder() / "cifar-10-python.tar.gz").exists()
 
 
-def test_what_is_nowhere(folder):
+def test_missing_data_error(folder):
     with pytest.raises(DataError, match=r"CIFAR-10 was not found in .*Put cifar-10-python.tar.gz"):
         cifar10.load(download=False)
 
 
-def test_the_real_files():
+def test_official_files():
     try:
         images = cifar10.load(download=False)
     except DataError as error:
         if "was not found" not in str(error):
             raise
         pytest.skip(str(error))
-    assert images.train_x.shape == (50_000, 3, 32, 32)
-    assert images.test_x.shape == (10_000, 3, 32, 32)
-    mean = images.train_x[:5000].double().mean(dim=(0, 2, 3)) / 255
+    assert images.train[0].shape == (45_000, 3, 32, 32)
+    assert images.validation[0].shape == (5_000, 3, 32, 32)
+    assert images.test[0].shape == (10_000, 3, 32, 32)
+    mean = images.train[0][:5000].double().mean(dim=(0, 2, 3)) / 255
     assert mean.tolist() == pytest.approx([0.491, 0.482, 0.447], abs=0.01)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdecay.lab.data import fashion
-from pdecay.lab.data import sources as data
+from pdecay.lab.data import fashion, sources
 from pdecay.lab.data.sources import DataError
 
 SHAPES = {
@@ -22,7 +21,7 @@ SHAPES = {
 
 @pytest.fixture
 def small(folder, idx, monkeypatch):
-    """Fashion-MNIST with 30 + 10 images, and digests to fit; one of the files is not gzip."""
+    """Fashion-MNIST with 30 + 10 images and matching digests; one file is not gzip."""
     files = []
     for name, shape in SHAPES.items():
         values = np.random.default_rng(0).integers(10, size=shape)
@@ -30,23 +29,26 @@ def small(folder, idx, monkeypatch):
         raw = idx(folder / "fashion-mnist" / file, values)
         files.append((name, shape, "no md5", hashlib.sha256(raw).hexdigest()))
     monkeypatch.setattr(fashion, "_FILES", tuple(files))
+    monkeypatch.setattr(fashion, "VALIDATION", 6)
     monkeypatch.setattr(fashion, "DEBIAN", folder / "no package")
     return folder / "fashion-mnist"
 
 
 def test_load(small):
     images = fashion.load(download=False)
-    assert images.train_x.shape == (30, 1, 28, 28)
-    assert images.test_x.dtype == torch.uint8
-    assert images.train_y.tolist() == np.random.default_rng(0).integers(10, size=30).tolist()
+    assert images.train[0].shape == (24, 1, 28, 28)
+    assert images.validation[0].shape == (6, 1, 28, 28)
+    assert images.test[0].dtype == torch.uint8
+    labels = torch.cat([images.train[1], images.validation[1]])
+    assert labels.tolist() == np.random.default_rng(0).integers(10, size=30).tolist()
 
 
 @pytest.mark.parametrize("place", ["fashion", "FashionMNIST/raw", "."])
-def test_load_from_other_places(small, place):
+def test_load_from_other_folders(small, place):
     (small.parent / place).mkdir(parents=True, exist_ok=True)
     for file in list(small.iterdir()):
         file.rename(small.parent / place / file.name)
-    assert len(fashion.load(download=False).test_y) == 10
+    assert len(fashion.load(download=False).test[1]) == 10
 
 
 def test_load_from_debians_package(small, monkeypatch):
@@ -56,7 +58,7 @@ def test_load_from_debians_package(small, monkeypatch):
     package = small.parent / "package"
     small.rename(package)
     monkeypatch.setattr(fashion, "DEBIAN", package)
-    assert len(fashion.load(download=False).test_y) == 10
+    assert len(fashion.load(download=False).test[1]) == 10
 
 
 @pytest.mark.parametrize("values", [np.arange(6), np.arange(24).reshape(2, 3, 4)])
@@ -72,21 +74,21 @@ HEADER = struct.pack(">HBB3I", 0, 8, 3, 2, 2, 2)
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "no idx magic"),
-        (b"\0\0", "no idx magic"),
-        (b"<html>not found</html>", "no idx magic"),
+        (b"", "not an idx magic"),
+        (b"\0\0", "not an idx magic"),
+        (b"<html>not found</html>", "not an idx magic"),
         (b"\0\0\x0d\x01" + bytes(8), "type 0x0d"),
-        (b"\0\0\x08\x00", "0 dimensions is not whole"),
-        (HEADER[:10], "3 dimensions is not whole"),
+        (b"\0\0\x08\x00", "0 dimensions is incomplete"),
+        (HEADER[:10], "3 dimensions is incomplete"),
         (HEADER + bytes(7), "promises 8 bytes"),
         (HEADER + bytes(9), "promises 8 bytes"),
         (struct.pack(">HBB3I", 0, 8, 3, *[2**32 - 1] * 3) + bytes(1), "promises"),
-        (gzip.compress(HEADER + bytes(8), mtime=0)[:-9], "gzip says"),
-        (gzip.compress(HEADER + bytes(8), mtime=0)[:-8] + bytes(8), "gzip says"),
-        (b"\x1f\x8b" + bytes(20), "gzip says"),
+        (gzip.compress(HEADER + bytes(8), mtime=0)[:-9], "gzip reports"),
+        (gzip.compress(HEADER + bytes(8), mtime=0)[:-8] + bytes(8), "gzip reports"),
+        (b"\x1f\x8b" + bytes(20), "gzip reports"),
     ],
 )
-def test_damage_is_named(tmp_path, raw, message):
+def test_damaged_file_is_reported(tmp_path, raw, message):
     path = tmp_path / "file.gz"
     path.write_bytes(raw)
     with pytest.raises(DataError, match=message) as raised:
@@ -95,7 +97,7 @@ def test_damage_is_named(tmp_path, raw, message):
     assert "delete it" in str(raised.value)
 
 
-def test_one_altered_pixel(small, idx):
+def test_altered_pixel_is_reported(small, idx):
     path = small / "t10k-labels-idx1-ubyte"
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
@@ -104,13 +106,13 @@ def test_one_altered_pixel(small, idx):
         fashion.load(download=False)
 
 
-def test_other_data_of_the_same_name(small, idx):
+def test_wrong_shape_is_reported(small, idx):
     idx(small / "train-labels-idx1-ubyte.gz", np.zeros(29))
     with pytest.raises(DataError, match=r"its shape is \(29,\), not \(30,\)"):
         fashion.load(download=False)
 
 
-def test_what_is_missing_is_downloaded_and_kept(small, monkeypatch):
+def test_download_is_cached(small, monkeypatch, url):
     source = small.parent.parent / "server"
     small.rename(source)
     label = source / "t10k-labels-idx1-ubyte"
@@ -120,14 +122,14 @@ def test_what_is_missing_is_downloaded_and_kept(small, monkeypatch):
         for name, shape, _, sha256 in fashion._FILES
     ]
     monkeypatch.setattr(fashion, "_FILES", tuple(files))
-    monkeypatch.setattr(fashion, "_URLS", (f"{source.as_uri()}/",))
-    assert len(fashion.load().test_y) == 10
+    monkeypatch.setattr(fashion, "_URLS", (f"{url(source)}/",))
+    assert len(fashion.load().test[1]) == 10
     monkeypatch.setattr(fashion, "_URLS", ())
-    assert len(fashion.load().test_y) == 10
-    assert len(list((data.cache_folder() / "fashion-mnist").iterdir())) == 4
+    assert len(fashion.load().test[1]) == 10
+    assert len(list((sources.cache_folder() / "fashion-mnist").iterdir())) == 4
 
 
-def test_what_is_nowhere(small, folder, monkeypatch):
+def test_missing_data_error(small, folder, monkeypatch):
     for file in small.iterdir():
         file.unlink()
     monkeypatch.setattr(fashion, "_URLS", ("http://127.0.0.1:9/",))
@@ -137,14 +139,16 @@ def test_what_is_nowhere(small, folder, monkeypatch):
     assert f"into {folder}" in str(raised.value)
 
 
-def test_the_real_files():
+def test_official_files():
     try:
         images = fashion.load(download=False)
     except DataError as error:
         if "was not found" not in str(error):
             raise
         pytest.skip(str(error))
-    assert images.train_x.shape == (60_000, 1, 28, 28)
-    assert images.test_x.shape == (10_000, 1, 28, 28)
-    assert torch.bincount(images.train_y).tolist() == [6000] * 10
-    assert images.train_y[:10].tolist() == [9, 0, 0, 3, 0, 2, 7, 2, 5, 5]
+    assert images.train[0].shape == (55_000, 1, 28, 28)
+    assert images.validation[0].shape == (5_000, 1, 28, 28)
+    assert images.test[0].shape == (10_000, 1, 28, 28)
+    labels = torch.cat([images.train[1], images.validation[1]])
+    assert torch.bincount(labels).tolist() == [6000] * 10
+    assert images.train[1][:10].tolist() == [9, 0, 0, 3, 0, 2, 7, 2, 5, 5]

@@ -10,10 +10,11 @@ from pdecay.lab.data.streams import ImageStream, TextStream, derive
 
 @pytest.fixture
 def images() -> Images:
-    """Images of which every pixel differs, and labels that number them."""
+    """Random images with their numbers as labels."""
     random = torch.Generator().manual_seed(0)
     x = torch.randint(256, (50, 3, 6, 5), generator=random, dtype=torch.uint8)
-    return Images(x[:40], torch.arange(40), x[40:], torch.arange(10), classes=40)
+    labels = torch.arange(50)
+    return Images((x[:40], labels[:40]), (x[40:47], labels[:7]), (x[47:], labels[:3]))
 
 
 @pytest.fixture
@@ -25,26 +26,26 @@ def same(one, other) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_a_batch_depends_on_seed_and_step_alone(images, text):
+def test_batch_depends_on_seed_and_step_only(images, text):
     def streams():
         return ImageStream(images, size=16, pad=2, flip=True), TextStream(text, size=4, block=10)
 
     for stream, fresh in zip(streams(), streams(), strict=True):
         walked = [stream.batch(3, step) for step in range(10)]
-        for step in (7, 2, 9, 0):  # any order, and by an object that never saw the others
+        for step in (7, 2, 9, 0):  # in any order, from a new stream
             assert same(fresh.batch(3, step), walked[step])
         assert not same(stream.batch(4, 0), walked[0])
         assert not same(stream.batch(3, 1), walked[0])
 
 
-def test_a_batch_leaves_the_global_generator_alone(images, text):
+def test_batch_does_not_use_global_generator(images, text):
     before = torch.get_rng_state()
     ImageStream(images, size=16, pad=2, flip=True).batch(0, 0)
     TextStream(text, size=4, block=10).batch(0, 0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_epoch_shows_every_image_once_in_a_new_order(images):
+def test_epoch_has_every_image_once_in_new_order(images):
     stream = ImageStream(images, size=16)
     assert stream.steps_per_epoch == 3
     epochs = [[stream.batch(0, 3 * epoch + k)[1] for k in range(3)] for epoch in range(2)]
@@ -60,26 +61,28 @@ def test_images_are_standardised_by_channel(images):
     torch.testing.assert_close(x.std(dim=(0, 2, 3)), torch.ones(3), atol=1e-3, rtol=0)
 
 
-def test_validation_is_standardised_like_training_and_never_augmented(images):
-    stream = ImageStream(images, size=8, pad=2, flip=True, test=7)
-    (x, y), *rest = stream.validation()
-    assert not rest
-    assert y.tolist() == list(range(7))
-    raw = images.test_x[:7].float()
-    train = images.train_x.float()
-    expected = (raw - train.mean((0, 2, 3), keepdim=True)) / train.std(
-        (0, 2, 3), keepdim=True, correction=0
-    )
-    torch.testing.assert_close(x, expected, atol=1e-5, rtol=1e-5)
+def test_evaluation_splits_are_standardised_and_not_augmented(images):
+    stream = ImageStream(images, size=8, pad=2, flip=True)
+    train = images.train[0].float()
+    mean = train.mean((0, 2, 3), keepdim=True)
+    deviation = train.std((0, 2, 3), keepdim=True, correction=0)
+    for batches, (pixels, labels) in (
+        (stream.validation(), images.validation),
+        (stream.test(), images.test),
+    ):
+        ((x, y),) = batches
+        assert torch.equal(y, labels)
+        expected = (pixels.float() - mean) / deviation
+        torch.testing.assert_close(x, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("pad", [0, 1, 4])
 @pytest.mark.parametrize("flip", [False, True])
-def test_each_augmented_image_is_a_crop_of_the_padded_one(images, pad, flip):
+def test_augmented_image_is_crop_of_padded_image(images, pad, flip):
     stream = ImageStream(images, size=40, pad=pad, flip=flip)
     random = torch.Generator().manual_seed(0)
-    augmented = stream._augment(images.train_x, random)
-    padded = torch.nn.functional.pad(images.train_x, [pad] * 4)
+    augmented = stream._augment(images.train[0], random)
+    padded = torch.nn.functional.pad(images.train[0], [pad] * 4)
     seen = set()
     for image, whole in zip(augmented, padded, strict=True):
         matches = [
@@ -98,12 +101,6 @@ def test_each_augmented_image_is_a_crop_of_the_padded_one(images, pad, flip):
         assert len(seen) > 5
 
 
-def test_only_a_part_can_be_used(images):
-    stream = ImageStream(images, size=16, train=20)
-    labels = torch.cat([stream.batch(0, step)[1] for step in range(2)])
-    assert sorted(labels.tolist()) == list(range(20))
-
-
 def test_targets_are_the_next_characters(text):
     stream = TextStream(text, size=4, block=10)
     inputs, targets = stream.batch(0, 0)
@@ -112,15 +109,16 @@ def test_targets_are_the_next_characters(text):
     assert text.decode(inputs[0]) in text.decode(text.train)
 
 
-def test_validation_takes_each_character_once(text):
+def test_evaluation_splits_use_each_character_once(text):
     stream = TextStream(text, size=4, block=10)
-    inputs = torch.cat([inputs for inputs, _ in stream.validation()])
-    targets = torch.cat([targets for _, targets in stream.validation()])
-    assert torch.equal(inputs.flatten(), text.test[:90])
-    assert torch.equal(targets.flatten(), text.test[1:91])
+    for split, tokens in ((stream.validation, text.validation), (stream.test, text.test)):
+        inputs = torch.cat([inputs for inputs, _ in split()])
+        targets = torch.cat([targets for _, targets in split()])
+        assert torch.equal(inputs.flatten(), tokens[:40])
+        assert torch.equal(targets.flatten(), tokens[1:41])
 
 
-def test_a_text_shorter_than_an_excerpt(text):
+def test_text_shorter_than_an_excerpt_is_refused(text):
     with pytest.raises(ValueError, match="too short for excerpts of 100"):
         TextStream(text, size=4, block=100)
 

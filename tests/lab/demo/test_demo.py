@@ -1,4 +1,4 @@
-"""``demo --quick`` from end to end: the files, the numbers in them, and that a seed fixes both."""
+"""``demo --quick`` from end to end: the files, the numbers and their dependence on the seed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from pdecay.lab.demo import console as say
+import pdecay
 from pdecay.lab.demo import demo
-from pdecay.lab.demo.story import Plan
+from pdecay.lab.tasks import get_task
+from pdecay.lab.train import records
 
-FILES = {"accuracy_vs_sparsity.png", "toy.png", "demo.json"}
+FILES = {"accuracy_vs_sparsity.png", "toy.png", "demo.json", "records.jsonl"}
 
 
 @pytest.fixture(scope="module")
@@ -23,19 +24,19 @@ def first(tmp_path_factory):
 
 
 def _run(out):
-    shown = io.StringIO()
-    told = demo.run(out, quick=True, console=Console(file=shown, width=80))
-    return told, out, shown.getvalue()
+    output = io.StringIO()
+    results = demo.run(out, quick=True, console=Console(file=output, width=80))
+    return results, out, output.getvalue()
 
 
-def test_the_files_are_there_and_named(first):
-    _, out, shown = first
+def test_files_are_written_and_listed(first):
+    _, out, output = first
     assert {path.name for path in out.iterdir()} == FILES
-    assert all(str(out / name) in shown for name in FILES)
+    assert all(str(out / name) in output for name in FILES)
 
 
 @pytest.mark.parametrize("name", ["accuracy_vs_sparsity.png", "toy.png"])
-def test_the_figures_are_images_of_a_readmes_size(first, name):
+def test_figures_have_size_for_readme(first, name):
     path = first[1] / name
     image = imread(path)
     height, width, _ = image.shape
@@ -45,20 +46,22 @@ def test_the_figures_are_images_of_a_readmes_size(first, name):
     assert 0.02 < np.mean(image[..., :3].min(axis=2) < 0.9) < 0.3  # drawn on, and mostly white
 
 
-def test_the_numbers_are_those_of_the_runs_and_of_the_table(first):
-    told, out, shown = first
+def test_json_and_table_have_numbers_of_runs(first):
+    results, out, output = first
     data = json.loads((out / "demo.json").read_text())
-    assert data["headline"] == told.headline()
-    assert told.headline() in " ".join(shown.split())
-    assert len(data["settings"]) == len(demo.QUICK.settings)
-    for written, summary in zip(data["settings"], told.summaries, strict=True):
-        assert written["accuracy"] == summary.accuracy
+    assert data["headline"] == results.headline()
+    assert results.headline() in " ".join(output.split())
+    assert len(data["settings"]) == len(demo.QUICK.cells)
+    for written, summary in zip(data["settings"], results.summaries, strict=True):
+        assert written["accuracy"] == summary.accuracy / 100
+        assert written["test_accuracy"] == summary.test_accuracy / 100
         assert written["sparsity"] == summary.sparsity
         (row,) = [
             line
-            for line in shown.splitlines()
-            if line.strip(" ").startswith((summary.setting.decay_name + "  ", "AdamW, weight"))
-            and f"{100 * summary.accuracy:.2f}" in line
+            for line in output.splitlines()
+            if line.strip(" ").startswith((summary.decay + "  ", "AdamW, L2"))
+            and f"{summary.accuracy:.2f}" in line
+            and f"{summary.test_accuracy:.2f}" in line
             and f"{100 * summary.sparsity:.2f}" in line
         ]
         assert "\u2026" not in row  # nothing was cut off
@@ -71,49 +74,58 @@ def test_the_numbers_are_those_of_the_runs_and_of_the_table(first):
     )
 
 
+def test_columns_of_full_table_fit_in_80_characters(first):
+    """Three seeds add a deviation to each row."""
+    results, _, _ = first
+    output = io.StringIO()
+    tripled = demo.Results(
+        tuple(demo.Summary(one.records * 3) for one in results.summaries), results.toy
+    )
+    demo.print_tables(Console(file=output, width=80), tripled, pdecay.sparsity(_model()))
+    assert "\u2026" not in output.getvalue()
+    assert " +- " in output.getvalue()
+
+
+def _model():
+    return get_task("digits", "quick").model(0)
+
+
 def test_sparse_training_works(first):
-    """Far from the numbers of the full demo, and far from nothing."""
-    told = first[0]
-    assert told.dense.sparsity == 0
-    assert told.dense.accuracy > 0.95
-    assert told.pick.sparsity > 0.5
-    assert told.lost(told.pick) < 0.02
+    results = first[0]
+    assert results.dense.sparsity == 0
+    assert results.dense.accuracy > 95
+    assert results.recommended.sparsity > 0.5
+    assert results.lost(results.recommended) < 2
 
 
 def test_equal_seeds_give_equal_files(first, tmp_path):
     _, again, _ = _run(tmp_path)
-    for name in FILES:
+    for name in FILES - {"records.jsonl"}:
         assert (again / name).read_bytes() == (first[1] / name).read_bytes()
+    one, other = (records.read(out / "records.jsonl") for out in (again, first[1]))
+    assert [records.essence(record) for record in one] == [
+        records.essence(record) for record in other
+    ]
 
 
-def test_seeds_follow_the_first_and_give_other_numbers():
-    plan = Plan(demo.QUICK.settings[:2], seeds=2, epochs=1)
-    told, other = demo.tell(plan, seed=5), demo.tell(plan, seed=7)
-    assert told.to_dict()["task"]["seeds"] == [5, 6]
-    assert told.dense.to_dict() != other.dense.to_dict()
+def test_later_seeds_follow_the_first(tmp_path):
+    grid = demo.Grid(demo.QUICK.cells[:2], seeds=2, steps=20)
+    quiet = Console(quiet=True)
+    results = demo.train_grid(grid, tmp_path, seed=5, console=quiet)
+    other = demo.train_grid(grid, tmp_path, seed=7, console=quiet)
+    assert [record["settings"]["seed"] for record in results.dense.records] == [5, 6]
+    assert results.dense.to_dict() != other.dense.to_dict()
 
 
-def test_plain_output_where_there_is_no_terminal(first):
-    shown = first[2]
-    assert "\x1b" not in shown
-    assert "1/5  AdamW, weight_decay=0.3" in shown  # progress, a line at a time
-    assert max(map(len, shown.splitlines())) <= 80 + len(str(first[1]))
+def test_output_without_terminal_is_plain(first):
+    output = first[2]
+    assert "\x1b" not in output
+    assert "1/5  AdamW, L2 0.3" in output
+    assert max(map(len, output.splitlines())) <= 80 + len(str(first[1]))
 
 
-def test_a_bar_on_a_terminal():
-    console = Console(file=io.StringIO(), width=100, force_terminal=True)
-    with say.progress(console, demo.QUICK) as announce:
-        for setting in demo.QUICK.settings:
-            announce(setting)
-    shown = console.file.getvalue()
-    assert "\x1b" in shown
-    assert "5/5" in shown
-    assert demo.QUICK.settings[-1].name in shown
-
-
-def test_no_encoding_can_fail(first):
-    """Boxes are rich's, which knows what a terminal can show; our own words are ASCII."""
+def test_output_is_ascii_where_the_encoding_needs_it(first):
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    say.story(Console(file=narrow, width=80), first[0])
+    demo.print_tables(Console(file=narrow, width=80), first[0], pdecay.sparsity(_model()))
     narrow.flush()
     assert b"recommended" in narrow.buffer.getvalue()

@@ -1,4 +1,4 @@
-"""The toy example of section 4.2: its shape, and that PSGD draws the same curves."""
+"""The toy example of section 4.2: the shape of its curves, and PSGD as a check."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from itertools import pairwise
 from pdecay.lab.demo import toy
 
 
-def test_psgd_draws_the_papers_curves():
+def test_psgd_matches_curves_of_paper():
     found = toy.run()
     assert set(found.difference) == {"s every step", "s every 20 steps"}
     assert max(found.difference.values()) < 1e-12
 
 
-def test_the_gradient_oscillates_and_the_decay_does_not():
+def test_gradient_oscillates_and_decay_does_not():
     curves = toy.run().curves
     signs = [(a < 0) != (b < 0) for a, b in pairwise(curves["gradient"])]
     assert sum(signs) > 10

@@ -1,4 +1,4 @@
-"""Deep weight factorization: the chain rule, the penalty it stands for, its start, its answer."""
+"""Deep weight factorization: chain rule, equivalent penalty, initialisation and solution."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pdecay import Lp
 from pdecay.lab.methods.factorized import EPSILON, DWFMethod, new_factors, others_product
 
 
-@settings(deadline=None)  # on a busy machine
+@settings(deadline=None)  # for busy machines
 @given(st.lists(st.floats(-2, 2), min_size=2, max_size=5))
-def test_the_chain_rule_is_autograds_also_at_zero(values):
+def test_chain_rule_matches_autograd_including_zeros(values):
     factors = torch.tensor(values, dtype=torch.float64)[:, None].requires_grad_()
     product = factors[0]
     for factor in factors[1:]:
@@ -24,7 +24,7 @@ def test_the_chain_rule_is_autograds_also_at_zero(values):
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
-def test_equal_factors_have_the_penalty_of_the_p_norm(depth):
+def test_equal_factors_have_p_norm_penalty(depth):
     w = torch.tensor([0.7, -0.02, 1.5], dtype=torch.float64)
     equal = w.abs() ** (1 / depth)
     least = 0.5 * 0.3 * depth * equal.square().sum()
@@ -35,20 +35,20 @@ def test_equal_factors_have_the_penalty_of_the_p_norm(depth):
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
-def test_products_start_with_the_weights_deviation(depth):
+def test_initial_products_have_deviation_of_weights(depth):
     torch.manual_seed(0)
     weight = nn.init.normal_(torch.empty(300, 300), std=0.05)
     factors = new_factors(weight, depth)
     product = factors.detach().prod(0)
     assert factors.shape == (depth, 300, 300)
-    assert 0.4 < product.std().item() / 0.05 < 1.3  # the cut costs some of it
+    assert 0.4 < product.std().item() / 0.05 < 1.3  # truncation reduces it
     assert product.abs().min().item() >= 3e-3 * (1 - 1e-5)
     assert product.abs().max().item() <= 0.1 * (1 + 1e-5)
     assert product.mean().abs().item() < 1e-3
 
 
-def test_a_step_is_adams_on_the_factors_themselves(points):
-    """The slow twin: autograd through the product, with the factors as the parameters."""
+def test_step_matches_adam_on_factors(points):
+    """The reference differentiates through the product, with the factors as parameters."""
     job = points(lambda: nn.Linear(4, 3, bias=False))
     model = job.model(0)
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def test_a_step_is_adams_on_the_factors_themselves(points):
     torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-3, atol=1e-5)
 
 
-def test_two_factors_find_the_lassos_answer(points):
+def test_two_factors_solve_lasso(points):
     """The minimum of ``sum (w - a)^2 / 2 + lam * |w|`` is the soft threshold of a at lam."""
     model = nn.Linear(4, 1, bias=False)
     a = torch.tensor([[1.0, -0.6, 0.1, -0.2]])
@@ -91,7 +91,7 @@ def test_two_factors_find_the_lassos_answer(points):
     assert (model.weight[0, 2:].abs() < 1e-4).all()
 
 
-def test_products_below_epsilon_are_zero_and_may_come_back(points):
+def test_products_below_epsilon_are_zero_and_can_regrow(points):
     model = nn.Linear(2, 2, bias=False)
     run = DWFMethod(depth=2).start(model, points(), 0.01, 10)
     factors = run.optimizer.param_groups[0]["params"][0]

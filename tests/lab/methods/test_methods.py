@@ -1,4 +1,4 @@
-"""What each method does to the weights, against answers worked out by hand."""
+"""The effect of each method on the weights, compared with hand-computed results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 import pdecay
 from pdecay.lab.methods import METHODS, options_of
 from pdecay.lab.models import GPT, MLP
-from pdecay.lab.train.session import Session
+from pdecay.lab.train.loop import Trainer
 
 
 def started(name, points, model=None, lr=0.1, steps=100, **options):
@@ -28,7 +28,7 @@ def stepped(run, model, gradient=1.0):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_leaves_biases_and_norms_undecayed(points, name):
-    """Gradients of zero: only decay moves weights, and nothing may move the others."""
+    """With zero gradients only the decay changes weights."""
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
     before = copy.deepcopy(model.state_dict())
     run = started(name, points, model, lr=0.1)
@@ -38,7 +38,7 @@ def test_every_method_leaves_biases_and_norms_undecayed(points, name):
         assert torch.equal(model.state_dict()[key], before[key])
 
 
-def test_adamw_is_torchs(points):
+def test_adamw_matches_torch(points):
     model, other = (points().model(0) for _ in range(2))
     run = started("adamw", points, model, weight_decay=0.5)
     base = torch.optim.AdamW(
@@ -62,7 +62,7 @@ def test_adamw_is_torchs(points):
     ("name", "options", "l2"),
     [("padam", {"p": 0.8, "lam": 0.3}, 0.0), ("elastic", {"p": 0.5, "lam": 0.3, "l2": 0.4}, 0.4)],
 )
-def test_p_norm_decay_by_its_formula(points, name, options, l2):
+def test_p_norm_decay_matches_formula(points, name, options, l2):
     model, other = (points().model(0).double() for _ in range(2))
     run = started(name, points, model, **options)
     old = other.weight.detach().clone()
@@ -77,7 +77,7 @@ def test_p_norm_decay_by_its_formula(points, name, options, l2):
     )
 
 
-def test_l1_is_the_soft_threshold_after_adam(points):
+def test_l1_is_soft_threshold_after_adam(points):
     model, other = (points().model(0) for _ in range(2))
     run = started("l1", points, model, lr=0.1, lam=2.0)
     base = torch.optim.AdamW(other.parameters(), lr=0.1, weight_decay=0.0, fused=True)
@@ -94,42 +94,40 @@ def test_l1_is_the_soft_threshold_after_adam(points):
 
 def test_magnitude_pruning_follows_its_threshold(points):
     job = points(lambda: nn.Linear(4, 200, bias=False), steps=100)
-    session = Session(
+    trainer = Trainer(
         job, METHODS["mp"](threshold=0.2, weight_decay=0.0), seed=0, lr=1e-6, steps=100
     )
     smallest = []
-    for _ in range(100):
-        session.advance()
-        weight = session.model.weight.detach().abs()
+    for _ in trainer.train():
+        weight = trainer.model.weight.detach().abs()
         smallest.append(weight[weight > 0].min().item())
     assert smallest[9] < 0.01  # nothing is pruned for 10 % of the steps
     assert smallest[14] == pytest.approx(0.1, abs=0.01)  # half of the threshold
     assert all(0.2 <= one < 0.21 for one in smallest[19:])
     expected = (job.model(0).weight.abs() < 0.2).double().mean().item()
-    assert pdecay.sparsity(session.model).total == pytest.approx(expected, abs=0.01)
+    assert pdecay.sparsity(trainer.model).total == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize("name", ["gmp", "target"])
-def test_a_target_is_met_to_the_weight(points, name):
+def test_target_is_met_exactly(points, name):
     job = points(lambda: MLP(4, (40, 20), 2), steps=60)
-    session = Session(job, METHODS[name](target=0.77), seed=0, lr=0.01, steps=60)
-    while not session.done:
-        session.advance()
+    trainer = Trainer(job, METHODS[name](target=0.77), seed=0, lr=0.01, steps=60)
+    list(trainer.train())
     size = 4 * 40 + 40 * 20 + 20 * 2
-    result = session.finish()
+    result = trainer.finish()
     assert result["weights"] == size
     assert sum(layer["zeros"] for layer in result["layers"]) == round(0.77 * size)
 
 
-def test_each_method_is_described_and_has_its_options_typed():
+def test_methods_have_docstrings_and_options():
     for method in METHODS.values():
         assert method.__doc__
         assert options_of(method)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_trains_the_digits(digits, name):
-    """150 steps: well above chance, and sparse where the method is to sparsify."""
+def test_every_method_trains_digits(digits, name):
+    """After 150 steps all methods are accurate, and all but AdamW are sparse."""
     options = {
         "padam": {"lam": 0.1},
         "elastic": {"lam": 0.1},
@@ -137,17 +135,16 @@ def test_every_method_trains_the_digits(digits, name):
         "dwf": {"depth": 3, "lam": 2e-4},
         "l1": {"lam": 0.1},
     }.get(name, {})
-    session = Session(digits, METHODS[name](**options), seed=0, lr=0.01, steps=150)
-    while not session.done:
-        session.advance()
-    result = session.finish()
-    assert not session.diverged
+    trainer = Trainer(digits, METHODS[name](**options), seed=0, lr=0.01, steps=150)
+    list(trainer.train())
+    result = trainer.finish()
+    assert not trainer.diverged
     assert result["accuracy"] > 85
     assert (result["sparsity"] > 0.3) == (name != "adamw"), result["sparsity"]
     assert result["tradeoff"] == result["accuracy"] + result["sparsity"]
 
 
-def test_a_p_norm_of_2_is_weight_decay_in_its_proximal_form(points):
+def test_p_2_is_proximal_weight_decay(points):
     model = points().model(0)
     start = model.weight.detach().clone()
     run = started("padam", points, model, lr=0.1, p=2.0, lam=0.5)
@@ -155,7 +152,7 @@ def test_a_p_norm_of_2_is_weight_decay_in_its_proximal_form(points):
     torch.testing.assert_close(model.weight.detach(), start / 1.05)
 
 
-def test_a_gpts_tied_weight_is_trained_once(points):
+def test_tied_weight_is_trained_once(points):
     model = GPT(symbols=11, block=8, layers=1, heads=2, width=16)
     run = METHODS["padam"]().start(model, points(), 0.1, 10)
     params = [param for group in run.optimizer.param_groups for param in group["params"]]

@@ -1,6 +1,8 @@
-"""Only-Train-Once: the half-space rule by hand, units and who reads them, the exact count."""
+"""Only-Train-Once: the half-space rule, the units and their readers, the number of dead units."""
 
 from __future__ import annotations
+
+from itertools import islice
 
 import pytest
 import torch
@@ -10,9 +12,9 @@ from torch import nn
 
 import pdecay
 from pdecay.lab.methods.oto import OTOMethod, half_space_step
-from pdecay.lab.methods.units import find_units, silence_readers
+from pdecay.lab.methods.units import find_units, zero_readers
 from pdecay.lab.models import CNN, GPT, MLP, ResNet
-from pdecay.lab.train.session import Session
+from pdecay.lab.train.loop import Trainer
 
 OLD = torch.tensor([[3.0, 4.0]])
 
@@ -35,12 +37,12 @@ OLD = torch.tensor([[3.0, 4.0]])
         ([-0.3, -0.4], 0.0, [0.0, 0.0]),
     ],
 )
-def test_the_half_space_rule_by_hand(after, eps, expected):
+def test_half_space_rule_matches_hand_computed_steps(after, eps, expected):
     stepped = half_space_step(OLD, torch.tensor([after]), eps)
     torch.testing.assert_close(stepped, torch.tensor([expected]))
 
 
-def test_groups_do_not_see_each_other_and_zero_stays_zero():
+def test_groups_are_independent_and_zero_stays_zero():
     old = torch.tensor([[3.0, 4.0], [0.0, 0.0], [3.0, 4.0]])
     after = torch.tensor([[2.4, 3.2], [0.5, 0.5], [-1.0, -1.0]])
     expected = torch.tensor([[1.8, 2.4], [0.0, 0.0], [0.0, 0.0]])
@@ -50,9 +52,9 @@ def test_groups_do_not_see_each_other_and_zero_stays_zero():
 vectors = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
 
 
-@settings(deadline=None)  # on a busy machine
+@settings(deadline=None)  # for busy machines
 @given(vectors, vectors)
-def test_the_pull_lets_the_norm_and_the_loss_fall(old, update):
+def test_pull_decreases_norm_and_loss(old, update):
     w, u = (torch.tensor([one], dtype=torch.float64) for one in (old, update))
     assume(w.norm() > 1e-3)
     assume(u.norm() > 1e-3)
@@ -63,7 +65,7 @@ def test_the_pull_lets_the_norm_and_the_loss_fall(old, update):
     assert (step * u).sum() >= -1e-9  # and not against the optimizer, whose update lowers the loss
 
 
-def test_units_have_their_bias_and_their_norm():
+def test_units_include_bias_and_norm():
     units = find_units(CNN(1, 8, (6, 8), 16, 10), torch.randn(2, 1, 8, 8))
     shapes = {one.name: [tuple(part.shape) for part in one.parts] for one in units}
     assert shapes == {
@@ -103,8 +105,8 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_readers_of_dead_units_are_silenced_and_nothing_else_changes(name):
-    build, shape, silenced = MODELS[name]
+def test_zero_readers_of_dead_units_keeps_outputs(name):
+    build, shape, zeroed = MODELS[name]
     torch.manual_seed(0)
     model = build()
     inputs = torch.randint(11, (2, 8)) if shape is None else torch.randn(shape)
@@ -119,54 +121,50 @@ def test_readers_of_dead_units_are_silenced_and_nothing_else_changes(name):
     expected = model(other)
     before = {layer.name: layer.zeros for layer in pdecay.sparsity(model).layers}
     model.train()
-    silence_readers(model, inputs, dead)
+    zero_readers(model, inputs, dead)
     assert model.training
     model.eval()
     torch.testing.assert_close(model(other), expected, rtol=0, atol=1e-6)
     after = {layer.name: layer.zeros for layer in pdecay.sparsity(model).layers}
-    for layer in silenced:
+    for layer in zeroed:
         assert after[f"{layer}.weight"] > before[f"{layer}.weight"], layer
     assert all(not module._forward_hooks for module in model.modules())
 
 
-def test_the_share_of_units_is_exact_and_they_stay_dead(digits):
-    session = Session(digits, OTOMethod(target=0.6), seed=0, lr=3e-3, steps=100)
+def test_share_of_dead_units_is_exact_and_permanent(digits):
+    trainer = Trainer(digits, OTOMethod(target=0.6), seed=0, lr=3e-3, steps=100)
     dead = []
-    for _ in range(100):
-        session.advance()
-        rows = session.model.layers[1].weight, session.model.layers[3].weight
+    for _ in trainer.train():
+        rows = trainer.model.layers[1].weight, trainer.model.layers[3].weight
         dead.append(sum(int((row == 0).all(1).sum()) for row in rows))
     assert dead[8] == 0
-    assert dead[10] >= 0.05 * 400  # the first tenth is going
+    assert dead[10] >= 0.05 * 400  # the first tenth is being removed
     assert dead[19] == dead[99] == round(0.6 * 400)
-    result = session.finish()
+    result = trainer.finish()
     head = result["layers"][-1]
-    assert head["zeros"] > 0.3 * head["size"]  # what reads dead units is zero too
+    assert head["zeros"] > 0.3 * head["size"]  # readers of dead units are zero too
     assert result["accuracy"] > 85
 
 
-def test_no_layer_dies_whatever_is_asked(digits):
-    session = Session(digits, OTOMethod(target=0.999), seed=0, lr=3e-3, steps=40)
-    while not session.done:
-        session.advance()
-    for layer in (session.model.layers[1], session.model.layers[3]):
+def test_every_layer_keeps_a_unit(digits):
+    trainer = Trainer(digits, OTOMethod(target=0.999), seed=0, lr=3e-3, steps=40)
+    list(trainer.train())
+    for layer in (trainer.model.layers[1], trainer.model.layers[3]):
         assert (layer.weight != 0).any()
 
 
 def test_eps_sets_groups_to_zero_earlier(digits):
     taken = []
     for eps in (0.0, 0.999):
-        session = Session(digits, OTOMethod(target=0.9, eps=eps), seed=0, lr=1e-4, steps=400)
-        for _ in range(42):
-            session.advance()
-        taken.append(int((session.model.layers[3].weight == 0).all(1).sum()))
+        trainer = Trainer(digits, OTOMethod(target=0.9, eps=eps), seed=0, lr=1e-4, steps=400)
+        list(islice(trainer.train(), 42))
+        taken.append(int((trainer.model.layers[3].weight == 0).all(1).sum()))
     assert taken[0] == 0 < taken[1]
 
 
-def test_a_layer_without_bias_or_norm(points):
+def test_layer_without_bias_or_norm(points):
     job = points(lambda: nn.Sequential(nn.Linear(4, 10, bias=False), nn.ReLU(), nn.Linear(10, 2)))
-    session = Session(job, OTOMethod(target=0.5), seed=0, lr=0.01, steps=50)
-    while not session.done:
-        session.advance()
-    result = session.finish()
+    trainer = Trainer(job, OTOMethod(target=0.5), seed=0, lr=0.01, steps=50)
+    list(trainer.train())
+    result = trainer.finish()
     assert [layer["zeros"] for layer in result["layers"]] == [20, 10]

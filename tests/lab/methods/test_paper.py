@@ -1,20 +1,20 @@
-"""The paper's own settings, trained for two iterations with its networks and shapes."""
+"""The paper's settings, trained for two steps with its networks and shapes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
 
-from pdecay.lab.tasks import task
-from pdecay.lab.train.schedule import lr_factor
-from pdecay.lab.train.session import Session
-from pdecay.lab.train.settings import Settings
+from pdecay.lab.tasks import get_task
+from pdecay.lab.train.loop import Trainer, lr_factor
+from pdecay.lab.train.run_settings import Settings
 
 
 class Noise:
-    """Inputs of the paper's shape without the data; few a batch, as a full one takes a minute."""
+    """Small batches of random inputs with the paper's shapes."""
 
     def __init__(self, name):
         self.name = name
@@ -30,6 +30,9 @@ class Noise:
     def validation(self):
         yield self.batch(0, 99)
 
+    def test(self):
+        yield self.batch(0, 98)
+
 
 @pytest.mark.parametrize(
     ("name", "method", "weights"),
@@ -40,24 +43,23 @@ class Noise:
         ("shakespeare", "dwf", 10_641_792 + 256 * 384),
     ],
 )
-def test_two_iterations(name, method, weights):
+def test_two_steps(name, method, weights):
     settings = Settings.of(name, method, scale="paper")
-    job = replace(task(name, "paper"), open=lambda device: Noise(name))
-    session = Session(job, settings.build(), seed=0, lr=settings.lr, steps=settings.steps)
-    before = [param.detach().clone() for param in session.model.parameters()]
-    losses = [session.advance() for _ in range(2)]
+    task = replace(get_task(name, "paper"), load=lambda device: Noise(name))
+    trainer = Trainer(task, settings.build(), seed=0, lr=settings.lr, steps=settings.steps)
+    before = [param.detach().clone() for param in trainer.model.parameters()]
+    losses = list(islice(trainer.train(), 2))
     assert all(0 < loss < 6 for loss in losses)
     moved = [
         not torch.equal(old, new)
-        for old, new in zip(before, session.model.parameters(), strict=True)
+        for old, new in zip(before, trainer.model.parameters(), strict=True)
     ]
     assert all(moved)
-    for group in session.run.optimizer.param_groups:
+    for group in trainer.optimizer.param_groups:
         assert (group["betas"], group["eps"]) == ((0.9, 0.999), 1e-8)
-    point = session.add_point()
-    assert point["step"] == 2
-    assert session.finish()["weights"] == weights
-    parameters = sum(param.numel() for param in session.model.parameters())
+    assert trainer.add_point()["step"] == 2
+    assert trainer.finish()["weights"] == weights
+    parameters = sum(param.numel() for param in trainer.model.parameters())
     if name == "cifar10":
         assert parameters == 11_173_962
     else:
@@ -67,10 +69,10 @@ def test_two_iterations(name, method, weights):
 @pytest.mark.parametrize(
     ("name", "warmup", "steps"), [("cifar10", 2346, 78_200), ("shakespeare", 100, 5000)]
 )
-def test_the_learning_rates_course(name, warmup, steps):
-    job = task(name, "paper")
-    assert (job.warmup, job.steps) == (warmup, steps)
+def test_learning_rate_schedule(name, warmup, steps):
+    task = get_task(name, "paper")
+    assert (task.warmup, task.steps) == (warmup, steps)
     assert lr_factor(0, steps, warmup) == 1 / warmup
     assert lr_factor(warmup - 1, steps, warmup) == 1
     assert lr_factor(steps - 1, steps, warmup) == pytest.approx(0.01)
-    assert job.clip == (1.0 if name == "shakespeare" else None)
+    assert task.clip == (1.0 if name == "shakespeare" else None)

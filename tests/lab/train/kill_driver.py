@@ -1,8 +1,8 @@
-"""Runs ``pdecay train`` in processes of its own and kills them, as a plan (JSON) says.
+"""Run ``pdecay train`` in subprocesses and kill them according to a plan (JSON).
 
-A process that has torch loaded already makes a new one in milliseconds, by fork; what is forked
-runs the command line from its beginning, in a real process that gets a real SIGKILL. Each job of
-the plan ends with a run that is left alone; printed is how often each was killed.
+This process imports torch once and forks the subprocesses, which takes milliseconds. Each of them
+runs the whole command line and receives a real SIGKILL. Each job of the plan ends with a run that
+is not killed. The number of kills of each job is printed.
 
     [{"out": DIR, "steps": N, "random": [SEED, KILLS]}, {..., "point": [FUNCTION, CALL]}, ...]
 """
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # by the optimizer, at its first step
+import torch._dynamo  # imported by the first optimizer step
 
 from pdecay import cli
-from pdecay.lab import tasks  # noqa: F401, loaded before the fork
-from pdecay.lab.train.training import CHECKPOINT, _job
+from pdecay.lab.tasks import cached_task
+from pdecay.lab.train.training import CHECKPOINT
 
 torch.set_num_threads(1)
 
@@ -51,13 +51,13 @@ def start(job: dict[str, Any], before=None) -> int:
 
 
 def ended(child: int) -> int:
-    """The exit code, or minus the signal."""
+    """Wait for a process and return its exit code, or minus the signal."""
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
 
 
 def kill_at_random(job: dict[str, Any], seed: int, kills: int) -> int:
-    """Every fourth kill comes early, perhaps before the first step; the others later."""
+    """Kill at random times: every fourth kill is early, the others follow a new checkpoint."""
     moments = random.Random(seed)
     checkpoint = Path(job["out"], CHECKPOINT)
     for killed in range(kills):
@@ -78,13 +78,13 @@ def _written(path: Path) -> int:
 
 
 def kill_at_point(job: dict[str, Any], function: str, call: int) -> int:
-    """Kill in the `call`-th call of a function of os: before it or, if negative, after it."""
+    """Kill before the `call`-th call of a function of os, or after it if negative."""
 
     def arm() -> None:
         real = getattr(os, function)
         calls = 0
 
-        def deadly(*args, **kwargs):
+        def killing(*args, **kwargs):
             nonlocal calls
             calls += 1
             if calls == call:
@@ -94,22 +94,22 @@ def kill_at_point(job: dict[str, Any], function: str, call: int) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 
-        setattr(os, function, deadly)
+        setattr(os, function, killing)
 
     return int(ended(start(job, arm)) == -signal.SIGKILL)
 
 
 def main(plan: list[dict[str, Any]]) -> None:
-    _job("digits", "quick", "cpu").stream  # noqa: B018, the data are read before the fork
-    told = []
+    _ = cached_task("digits", "quick", "cpu").stream  # read the data before the fork
+    results = []
     for job in plan:
         killed = 0
         if "random" in job:
             killed = kill_at_random(job, *job["random"])
         if "point" in job:
             killed = kill_at_point(job, *job["point"])
-        told.append({"killed": killed, "code": ended(start(job))})
-    print(json.dumps(told))
+        results.append({"killed": killed, "code": ended(start(job))})
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Killed by SIGKILL at any moment, a run ends with the record of one that was left alone."""
+"""A run killed by SIGKILL at any time ends with the same record as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ DRIVER = Path(__file__).with_name("kill_driver.py")
 
 
 def drive(plan: list[dict]) -> list[int]:
-    """How often each job was killed, after a check that each ended well."""
+    """Run a plan, check that all jobs succeed and return their numbers of kills."""
     done = subprocess.run(
         [sys.executable, str(DRIVER), json.dumps(plan)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
-    told = json.loads(done.stdout)
-    assert [one["code"] for one in told] == [0] * len(plan)
-    return [one["killed"] for one in told]
+    results = json.loads(done.stdout)
+    assert [one["code"] for one in results] == [0] * len(plan)
+    return [one["killed"] for one in results]
 
 
-def left_in(out: Path) -> tuple[dict, bytes]:
-    """What a run left, after a check that there is nothing else in its folder."""
+def files_of(out: Path) -> tuple[dict, bytes]:
+    """Return a run's record and weights; check that its folder has no other files."""
     assert sorted(path.name for path in out.iterdir()) == [".lock", "record.jsonl", "weights.pt"]
     (record,) = records.read(out)
     return record, (out / "weights.pt").read_bytes()
 
 
-def test_twenty_kills_at_random_moments(tmp_path):
+def test_twenty_kills_at_random_times(tmp_path):
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     kills = drive(
         [
@@ -40,11 +40,11 @@ def test_twenty_kills_at_random_moments(tmp_path):
         ]
     )
     assert kills == [0, 20]
-    expected, weights = left_in(alone)
-    record, found = left_in(killed)
+    expected, weights = files_of(alone)
+    record, found = files_of(killed)
     assert records.essence(record) == records.essence(expected)
     assert found == weights
-    assert 14 <= record["timing"]["resumed"] <= 20  # else the kills came before any checkpoint
+    assert 14 <= record["timing"]["resumed"] <= 20  # otherwise the kills came before a checkpoint
 
 
 # Three steps write three checkpoints, then the weights and the record: five files, each with two
@@ -57,14 +57,14 @@ POINTS = [
 ]
 
 
-def test_a_kill_at_each_point_of_writing(tmp_path):
+def test_kill_at_each_point_of_writing(tmp_path):
     plan = [{"out": str(tmp_path / "alone"), "steps": 3}]
     for function, call in POINTS:
         out = tmp_path / f"{function}{call}"
         plan.append({"out": str(out), "steps": 3, "point": [function, call]})
     assert drive(plan) == [0] + [1] * len(POINTS)
-    expected, weights = left_in(tmp_path / "alone")
+    expected, weights = files_of(tmp_path / "alone")
     for job in plan[1:]:
-        record, found = left_in(Path(job["out"]))
+        record, found = files_of(Path(job["out"]))
         assert records.essence(record) == records.essence(expected), job
         assert found == weights, job

@@ -15,7 +15,7 @@ from pdecay.lab.train.training import Settings
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_settings_of_its_own(method):
+def test_settings_of_every_method_round_trip(method):
     settings = Settings.of("digits", method)
     assert list(settings.options) == methods.options_of(METHODS[method])
     assert settings.build() == METHODS[method](**settings.options)
@@ -25,7 +25,7 @@ def test_every_method_has_settings_of_its_own(method):
     assert settings.id == records.run_id(plain)
 
 
-def test_the_task_gives_the_rest():
+def test_task_provides_defaults():
     settings = Settings.of("shakespeare", "padam", scale="paper")
     assert (settings.lr, settings.steps, settings.seed) == (1e-3, 5000, 0)
     asked = Settings.of("digits", "gmp", scale="quick", seed=3, lr=0.1, steps=7, target=0.5)
@@ -40,23 +40,27 @@ def test_the_task_gives_the_rest():
     }
 
 
-@how(deadline=None)  # on a busy machine
+@how(deadline=None)  # for busy machines
 @given(st.integers(0, 100))
-def test_a_whole_number_and_a_float_are_one_setting(number):
+def test_integers_and_floats_are_equal_settings(number):
     one, other = (Settings.of("digits", "padam", lam=lam) for lam in (number, float(number)))
     assert one == other
     assert one.id == other.id
     assert {one} == {other}
 
 
-def test_what_is_filled_in_is_the_same_as_what_is_given():
+def test_defaults_equal_explicit_options():
     assert Settings.of("digits", "padam").id == Settings.of("digits", "padam", p=0.8, lam=0.01).id
 
 
 BAD = [
-    (("mnist", "padam"), {}, "there is no task 'mnist'; there are digits, "),
-    (("digits", "padam"), {"scale": "paper"}, "digits has no scale 'paper'; it has quick, cpu"),
-    (("digits", "sgd"), {}, "there is no method 'sgd'; there are adamw, padam, .*my_module:My"),
+    (("mnist", "padam"), {}, "there is no task 'mnist'; choose from digits, "),
+    (
+        ("digits", "padam"),
+        {"scale": "paper"},
+        "has no scale 'paper'; choose from quick, cpu",
+    ),
+    (("digits", "sgd"), {}, "there is no method 'sgd'; choose from adamw, padam, .*my_module:My"),
     (("digits", "no_such_module:It"), {}, "cannot import 'no_such_module': ModuleNotFoundError"),
     (("digits", "json:Nothing"), {}, "'json' has no 'Nothing'"),
     (("digits", "json:JSONDecoder"), {}, "must be a dataclass that inherits from pdecay.lab"),
@@ -76,7 +80,7 @@ BAD = [
     (("digits", "adamw"), {"weight_decay": -1}, "adamw: weight_decay must be finite and >= 0"),
     (("digits", "elastic"), {"l2": -1}, "elastic: l2 must be"),
     (("digits", "target"), {"target": 0}, "target: target must be above 0, got 0"),
-    (("digits", "target"), {"target": 1}, "target: target must be below 1, or nothing is left"),
+    (("digits", "target"), {"target": 1}, "target: target must be below 1, or no weight is left"),
     (("digits", "target"), {"p": 2}, "target: p must be below 2"),
     (("digits", "mp"), {"threshold": -1}, "mp: threshold must be"),
     (("digits", "gmp"), {"target": 1.5}, "gmp: target must be below 1"),
@@ -87,7 +91,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("names", "more", "told"), BAD)
-def test_bad_settings_are_told_at_once(names, more, told):
-    with pytest.raises((TypeError, ValueError), match=told):
+@pytest.mark.parametrize(("names", "more", "message"), BAD)
+def test_invalid_settings_are_refused(names, more, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Settings.of(*names, **more)

@@ -1,4 +1,4 @@
-"""The loop: what a record says, going on after a stop, and one clear error for what cannot be."""
+"""Training in a folder: records, resuming after a stop, and errors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import nn
 from pdecay.lab.methods import METHODS, Run
 from pdecay.lab.models import MLP
 from pdecay.lab.train import records, training
-from pdecay.lab.train.schedule import lr_factor
+from pdecay.lab.train.loop import lr_factor
 from pdecay.lab.train.training import RunError, Settings, StoppedError, train
 
 STEPS = 40
-# Settings at which every method has zeros to remember after 40 steps.
+# Options with which every method has zeros after 40 steps.
 OPTIONS = {
     "padam": {"lam": 0.3},
     "elastic": {"lam": 0.3, "l2": 0.1},
@@ -36,7 +36,7 @@ def settings_of(method, **more) -> Settings:
 
 
 def in_pieces(settings, folder, every, **options):
-    """Train with a stop after every so many steps; how often it went on."""
+    """Train with a stop every few steps; return the record and the number of stops."""
     pieces = 0
     while True:
         counter = itertools.count(1)
@@ -49,7 +49,7 @@ def in_pieces(settings, folder, every, **options):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_in_pieces_is_the_same_to_the_last_bit(tmp_path, same, method):
+def test_resumed_run_is_bit_identical(tmp_path, same, method):
     settings = settings_of(method)
     whole = train(settings, tmp_path / "whole")
     assert (whole["result"]["sparsity"] > 0.1) == (method != "adamw")
@@ -65,20 +65,20 @@ def test_a_run_in_pieces_is_the_same_to_the_last_bit(tmp_path, same, method):
     assert sorted(os.listdir(tmp_path / "pieces")) == [".lock", "record.jsonl", "weights.pt"]
 
 
-def test_a_network_with_batch_norm_and_dropout_in_pieces(tmp_path, monkeypatch, digits):
+def test_resume_with_batch_norm_and_dropout(tmp_path, monkeypatch, digits):
     def build():
         return nn.Sequential(
             nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.3), nn.Flatten(), nn.Linear(144, 10)
         )
 
-    monkeypatch.setattr(training, "_job", lambda *_: replace(digits, build=build))
+    monkeypatch.setattr(training, "cached_task", lambda *_: replace(digits, build=build))
     settings = settings_of("target")
     whole = train(settings, tmp_path / "whole")
     pieces, _ = in_pieces(settings, tmp_path / "pieces", every=9)
     assert records.essence(pieces) == records.essence(whole)
 
 
-def test_the_record(tmp_path):
+def test_record_content(tmp_path):
     settings = settings_of("padam", seed=3)
     generator = torch.get_rng_state()
     record = train(settings, tmp_path, threads=1)
@@ -93,6 +93,7 @@ def test_the_record(tmp_path):
     zeros = sum(layer["zeros"] for layer in result["layers"])
     assert result["sparsity"] == zeros / 50_200 == curve[-1]["sparsity"]
     assert result["total_sparsity"] < result["sparsity"]
+    assert 10 < result["test_accuracy"] < 100
     assert result["tradeoff"] == result["accuracy"] + result["sparsity"]
     assert [point["step"] for point in curve] == list(range(0, 41, 2))
     assert curve[0]["train_loss"] is None
@@ -113,7 +114,7 @@ def test_the_record(tmp_path):
     assert sum(int((p == 0).sum()) for p in model.parameters() if p.ndim == 2) == zeros
 
 
-def test_the_seed_and_nothing_else_decides(tmp_path):
+def test_result_depends_on_seed_only(tmp_path):
     torch.manual_seed(1)
     one = train(settings_of("dwf"), tmp_path / "one")
     torch.manual_seed(2)
@@ -123,54 +124,54 @@ def test_the_seed_and_nothing_else_decides(tmp_path):
     assert one["result"] != other["result"]
 
 
-def test_a_finished_run_is_given_at_once(tmp_path, monkeypatch):
+def test_finished_run_returns_its_record(tmp_path, monkeypatch):
     record = train(settings_of("adamw"), tmp_path)
-    (tmp_path / training.CHECKPOINT).write_bytes(b"left by a kill just before it was deleted")
-    monkeypatch.setattr(training, "Session", lambda *_, **__: pytest.fail("it trained again"))
+    (tmp_path / training.CHECKPOINT).write_bytes(b"left by a process killed before deleting it")
+    monkeypatch.setattr(training, "Trainer", lambda *_, **__: pytest.fail("trained again"))
     assert train(settings_of("adamw"), tmp_path) == record
     assert not (tmp_path / training.CHECKPOINT).exists()
 
 
-def test_progress_is_told(tmp_path):
-    told = []
+def test_progress_callbacks(tmp_path):
+    calls = []
 
     class Listener:
         def begin(self, settings, step):
-            told.append(("begin", step))
+            calls.append(("begin", step))
 
         def step(self, step, loss):
-            told.append(("step", step))
+            calls.append(("step", step))
             assert 0 < loss < 10
 
         def point(self, point):
-            told.append(("point", point["step"]))
+            calls.append(("point", point["step"]))
 
     def stop():
-        return told[-1] == ("step", 5)
+        return calls[-1] == ("step", 5)
 
     settings = settings_of("adamw")
     with pytest.raises(StoppedError, match="stopped at step 5 of 40"):
         train(settings, tmp_path, progress=Listener(), stop=stop)
-    assert told[:4] == [("begin", 0), ("point", 0), ("step", 1), ("step", 2)]
-    told.clear()
+    assert calls[:4] == [("begin", 0), ("point", 0), ("step", 1), ("step", 2)]
+    calls.clear()
     train(settings, tmp_path, progress=Listener())
-    assert told[:2] == [("begin", 5), ("step", 6)]
-    assert told[-2:] == [("step", 40), ("point", 40)]
+    assert calls[:2] == [("begin", 5), ("step", 6)]
+    assert calls[-2:] == [("step", 40), ("point", 40)]
 
 
-def test_a_stop_at_the_last_step_is_a_finish(tmp_path):
+def test_stop_at_last_step_finishes_the_run(tmp_path):
     counter = itertools.count(1)
     record = train(settings_of("adamw"), tmp_path, stop=lambda: next(counter) == STEPS)
     assert record["curve"][-1]["step"] == STEPS
 
 
-def test_one_step_is_a_run(tmp_path):
+def test_run_of_one_step(tmp_path):
     record = train(replace(settings_of("target"), steps=1), tmp_path)
     assert [point["step"] for point in record["curve"]] == [0, 1]
 
 
 @pytest.mark.parametrize("in_pieces_of", [None, 3])
-def test_a_run_that_diverges(tmp_path, monkeypatch, digits, in_pieces_of):
+def test_diverged_run_has_a_record(tmp_path, monkeypatch, digits, in_pieces_of):
     class Spoiled(type(digits)):
         def loss(self, model, batch):
             loss = super().loss(model, batch)
@@ -180,7 +181,7 @@ def test_a_run_that_diverges(tmp_path, monkeypatch, digits, in_pieces_of):
 
     seen = []
     spoiled = Spoiled(**{name: getattr(digits, name) for name in digits.__dataclass_fields__})
-    monkeypatch.setattr(training, "_job", lambda *_: spoiled)
+    monkeypatch.setattr(training, "cached_task", lambda *_: spoiled)
     settings = settings_of("padam")
     if in_pieces_of:
         record, _ = in_pieces(settings, tmp_path, in_pieces_of)
@@ -188,29 +189,30 @@ def test_a_run_that_diverges(tmp_path, monkeypatch, digits, in_pieces_of):
         record = train(settings, tmp_path)
     assert record["status"] == "diverged"
     assert [point["step"] for point in record["curve"]] == [0, 2, 4, 6, 8, 10]
-    assert record["curve"][-1]["accuracy"] > 10  # the step after it was the one too much
+    assert record["curve"][-1]["accuracy"] > 10  # the next step diverged
     result = record["result"]
-    assert (result["accuracy"], result["loss"], result["tradeoff"]) == (None, None, None)
+    for name in ("accuracy", "test_accuracy", "loss", "tradeoff"):
+        assert result[name] is None
     assert result["weights"] == 50_200
     assert records.read(tmp_path) == [record]
 
 
-def test_a_learning_rate_far_too_high_diverges_and_is_still_a_record(tmp_path):
+def test_extreme_learning_rate_diverges(tmp_path):
     record = train(replace(settings_of("adamw"), lr=1e30), tmp_path)
     assert record["status"] == "diverged"
     assert json.loads((tmp_path / training.RECORD).read_text()) == record
 
 
-def test_the_last_step_may_be_the_one_too_much(tmp_path, monkeypatch, digits):
+def test_non_finite_evaluation_is_divergence(tmp_path, monkeypatch, digits):
     class Blind(type(digits)):
-        def evaluate(self, model, batches=None):
+        def evaluate(self, model, split="validation", *, batches=None):
             return {"accuracy": 10.0, "loss": float("nan")}
 
     blind = Blind(**{name: getattr(digits, name) for name in digits.__dataclass_fields__})
-    monkeypatch.setattr(training, "_job", lambda *_: blind)
+    monkeypatch.setattr(training, "cached_task", lambda *_: blind)
     record = train(settings_of("adamw"), tmp_path)
     assert record["status"] == "diverged"
-    assert [point["step"] for point in record["curve"]] == [0]  # no use in going on
+    assert [point["step"] for point in record["curve"]] == [0]  # training ends there
 
 
 def stopped_at(settings, folder, step, **options):
@@ -220,7 +222,7 @@ def stopped_at(settings, folder, step, **options):
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_other_settings_are_refused_by_name(tmp_path, finished):
+def test_folder_with_other_settings_is_refused(tmp_path, finished):
     settings = settings_of("padam")
     if finished:
         train(settings, tmp_path)
@@ -230,7 +232,7 @@ def test_other_settings_are_refused_by_name(tmp_path, finished):
     other = Settings.of("digits", "padam", scale="quick", steps=STEPS, lr=0.02, lam=0.1)
     with pytest.raises(
         RunError,
-        match=r"has a run of other settings \(lr is 0.01 there and 0.02 here; lam is 0.3 there "
+        match=r"has a run with other settings \(lr is 0.01 there and 0.02 here; lam is 0.3 there "
         r"and 0.1 here\): choose another folder, or delete",
     ):
         train(other, tmp_path)
@@ -239,53 +241,55 @@ def test_other_settings_are_refused_by_name(tmp_path, finished):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_run_keeps_its_threads_and_its_device(tmp_path):
+def test_resume_keeps_threads_and_device(tmp_path):
     settings = settings_of("padam")
     stopped_at(settings, tmp_path, 5, threads=2)
     assert torch.get_num_threads() == 1
-    with pytest.raises(RunError, match=r"started with threads 2.* ask for 2, not 1, or choose"):
+    with pytest.raises(RunError, match=r"resume with threads=2, not 1, .* or choose"):
         train(settings, tmp_path, threads=1)
-    with pytest.raises(RunError, match=r"started with device 'cpu'.* not 'meta'"):
+    with pytest.raises(RunError, match=r"started with device='cpu'.* not 'meta'"):
         train(settings, tmp_path, device="meta")
     record = train(settings, tmp_path)
     assert record["environment"]["threads"] == 2
     assert torch.get_num_threads() == 1
 
 
-def test_a_run_goes_on_by_the_kernel_that_it_started_with(tmp_path, monkeypatch):
+def test_resume_requires_same_kernel(tmp_path, monkeypatch):
     settings = settings_of("padam")
     stopped_at(settings, tmp_path, 5)
     with monkeypatch.context() as patch:
         patch.setattr(training, "_kernel", lambda optimizer: "abacus")
-        with pytest.raises(RunError, match=r"took its steps by .* and would .* by abacus"):
+        with pytest.raises(RunError, match=r"used the kernel .* but only 'abacus' is available"):
             train(settings, tmp_path)
     assert train(settings, tmp_path)["timing"]["resumed"] == 1
 
 
-def test_a_run_that_goes_on_elsewhere_says_so(tmp_path, monkeypatch):
+def test_resume_on_another_machine_is_recorded(tmp_path, monkeypatch):
     settings = settings_of("padam")
     stopped_at(settings, tmp_path, 5)
-    here = training.bench.machine()
-    monkeypatch.setattr(training.bench, "machine", lambda: {**here, "processor": "Z80"})
+    here = training.machine.describe()
+    monkeypatch.setattr(training.machine, "describe", lambda: {**here, "processor": "Z80"})
     environment = train(settings, tmp_path)["environment"]
     assert environment["processor"] == "Z80"
     assert [one["processor"] for one in environment["before"]] == [here["processor"]]
 
 
-def test_a_run_that_comes_home_says_where_it_was(tmp_path, monkeypatch):
+def test_all_machines_of_a_run_are_recorded(tmp_path, monkeypatch):
     settings = settings_of("padam")
-    home = training.bench.machine()
+    home = training.machine.describe()
     for processor in (home["processor"], "Z80"):
-        monkeypatch.setattr(training.bench, "machine", lambda p=processor: {**home, "processor": p})
+        monkeypatch.setattr(
+            training.machine, "describe", lambda p=processor: {**home, "processor": p}
+        )
         stopped_at(settings, tmp_path, 5)
-    monkeypatch.setattr(training.bench, "machine", lambda: home)
+    monkeypatch.setattr(training.machine, "describe", lambda: home)
     environment = train(settings, tmp_path)["environment"]
     assert environment["processor"] == home["processor"]
     assert [one["processor"] for one in environment["before"]] == [home["processor"], "Z80"]
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "calls"),
     [
         ({"threads": 0}, "threads must be a whole number >= 1, got 0"),
         ({"threads": 1.5}, "threads must be a whole number >= 1, got 1.5"),
@@ -293,8 +297,8 @@ def test_a_run_that_comes_home_says_where_it_was(tmp_path, monkeypatch):
         ({"device": "abacus"}, "device 'abacus' cannot be used here"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_is_written(tmp_path, options, told):
-    with pytest.raises((TypeError, ValueError), match=told):
+def test_invalid_arguments_fail_before_writing(tmp_path, options, calls):
+    with pytest.raises((TypeError, ValueError), match=calls):
         train(settings_of("padam"), tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
 
@@ -305,7 +309,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("content", ["cut", "text", "empty", "malicious", "no run", "a list"])
-def test_a_checkpoint_that_is_none(tmp_path, monkeypatch, content):
+def test_damaged_checkpoint_is_refused(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / training.CHECKPOINT
     settings = settings_of("padam")
@@ -318,7 +322,7 @@ def test_a_checkpoint_that_is_none(tmp_path, monkeypatch, content):
     else:
         things = {"malicious": Malicious(), "no run": {"a": 1}, "a list": [1, 2]}
         torch.save(things[content], path)
-    with pytest.raises(RunError, match=r"checkpoint.pt is no checkpoint .* delete it to start"):
+    with pytest.raises(RunError, match=r"checkpoint.pt is not a checkpoint .* delete it to start"):
         train(settings, tmp_path)
     assert not (tmp_path / "pwned").exists()
 
@@ -333,7 +337,7 @@ with lock(Path(sys.argv[1])):
 """
 
 
-def test_two_processes_never_train_in_one_folder(tmp_path):
+def test_folder_is_locked_against_other_processes(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as holder:
@@ -344,11 +348,11 @@ def test_two_processes_never_train_in_one_folder(tmp_path):
             train(settings_of("padam"), tmp_path)
         assert os.listdir(tmp_path) == [".lock"]
         holder.kill()
-    train(replace(settings_of("padam"), steps=2), tmp_path)  # the lock went with its holder
+    train(replace(settings_of("padam"), steps=2), tmp_path)  # the lock ends with its process
 
 
 @pytest.mark.parametrize("thing", [object(), lambda: 0, nn.Linear(1, 1), {"a": [Malicious()]}])
-def test_a_state_that_could_not_be_loaded_is_told_before_the_training(tmp_path, thing, monkeypatch):
+def test_unloadable_method_state_fails_before_training(tmp_path, thing, monkeypatch):
     class Bad(Run):
         def state_dict(self):
             return {"thing": thing}
@@ -363,7 +367,7 @@ def test_a_state_that_could_not_be_loaded_is_told_before_the_training(tmp_path, 
     assert not (tmp_path / "pwned").exists()
 
 
-def test_what_a_kill_left_half_written_is_removed(tmp_path):
+def test_partial_files_are_removed(tmp_path):
     (tmp_path / ".checkpoint.pt.4711.part").write_bytes(b"half")
     train(replace(settings_of("padam"), steps=2), tmp_path)
     assert not list(tmp_path.glob("*.part"))

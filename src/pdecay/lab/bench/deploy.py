@@ -27,10 +27,11 @@ from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer, SparseLi
 from pdecay.deployment.model.program import quiet
 from pdecay.deployment.runtime.pipeline import DeployReport, deploy
 from pdecay.deployment.runtime.timing import interleaved
+from pdecay.lab.machine import use_threads
+from pdecay.lab.methods.decay import TargetMethod
 from pdecay.lab.models import MLP, ResNet
-from pdecay.lab.tasks import Task, task
-from pdecay.lab.train.schedule import schedule
-from pdecay.lab.train.threads import threads_of
+from pdecay.lab.tasks import Task, get_task
+from pdecay.lab.train.loop import Trainer
 
 SPARSITIES = (0.9, 0.95)
 _FUNCTIONS = 4  # that are named
@@ -102,7 +103,7 @@ def layers(
 ) -> Iterator[LayerCost]:
     """Each case, dense and sparse, for each number of threads."""
     for count in threads:
-        with threads_of(count), torch.inference_mode():
+        with use_threads(count), torch.inference_mode():
             for case in cases:
                 x = torch.randn(case.input)
                 for sparsity, wanted in case.wanted.items():
@@ -137,12 +138,12 @@ class Network:
 
     Args:
         name: what it is called.
-        job: makes the task.
+        task: returns the task.
         wanted: how many times faster than dense it shall be at 95 %, where anything is asked.
     """
 
     name: str
-    job: Callable[[], Task]
+    task: Callable[[], Task]
     wanted: float | None
 
 
@@ -153,14 +154,14 @@ def networks(quick: bool) -> list[Network]:
     if quick:
         resnet = functools.partial(ResNet, 8, (1,), stride=2)
 
-    def job(name: str, scale: str, build: Callable[[], nn.Module] | None = None) -> Task:
-        full = task(name, "quick" if quick else scale)
+    def make(name: str, scale: str, build: Callable[[], nn.Module] | None = None) -> Task:
+        full = get_task(name, "quick" if quick else scale)
         short = replace(full, steps=30, warmup=3) if quick else full
         return replace(short, build=build or full.build)
 
-    digits = functools.partial(job, "digits", "quick", functools.partial(MLP, 64, mlp, 10))
-    cifar10 = functools.partial(job, "cifar10", "quick", resnet)
-    shakespeare = functools.partial(job, "shakespeare", "cpu")
+    digits = functools.partial(make, "digits", "quick", functools.partial(MLP, 64, mlp, 10))
+    cifar10 = functools.partial(make, "cifar10", "quick", resnet)
+    shakespeare = functools.partial(make, "shakespeare", "cpu")
     return [
         Network(f"digits MLP, 64-{mlp[0]}-{mlp[1]}-10", digits, 3.0),
         Network("CIFAR-10 ResNet" + ("" if quick else ", 64-128-256 channels"), cifar10, 3.0),
@@ -181,35 +182,24 @@ def trained(
     network: Network, sparsity: float, folder: Path, say: Report = lambda _: None
 ) -> Trained:
     """Train a network to a sparsity, or take the weights that an earlier call left in `folder`."""
-    job = network.job()
-    model = job.model(0)
-    path = folder / f"{job.name}-{sparsity:g}.pt"
+    task = network.task()
+    path = folder / f"{task.name}-{sparsity:g}.pt"
     if path.exists():
-        kept = torch.load(path, weights_only=True)
-        model.load_state_dict(kept["model"])
-        return Trained(model.eval(), kept["sparsity"], kept["accuracy"])
-    groups = pdecay.param_groups(model)
-    optimizer = pdecay.PAdam(groups, lr=job.lr, decay=pdecay.Lp(0.8, 1.0))
-    pdecay.SparsityTarget(optimizer, sparsity, job.steps)
-    rates = schedule(optimizer, job.steps, job.warmup)
-    for step in range(job.steps):
-        job.reseed(0, step)
-        optimizer.zero_grad()
-        loss = job.loss(model, job.batch(0, step))
-        loss.backward()
-        job.clip_(model)
-        optimizer.step()
-        rates.step()
-        if step % 10 == 0:
-            say(f"training {network.name} to {sparsity:.0%}: step {step} of {job.steps}")
-    found = Trained(
-        pdecay.prune_(model).eval(), pdecay.sparsity(model).total, job.evaluate(model)["accuracy"]
-    )
+        model = task.model(0)
+        saved = torch.load(path, weights_only=True)
+        model.load_state_dict(saved["model"])
+        return Trained(model.eval(), saved["sparsity"], saved["accuracy"])
+    method = TargetMethod(p=0.8, target=sparsity)
+    trainer = Trainer(task, method, seed=0, lr=task.lr, steps=task.steps, points=0)
+    for _ in trainer.train():
+        if trainer.step % 10 == 0:
+            say(f"training {network.name} to {sparsity:.0%}: step {trainer.step} of {task.steps}")
+    result = trainer.finish()
+    saved = {"sparsity": result["sparsity"], "accuracy": result["test_accuracy"]}
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
-        kept = {"model": model.state_dict(), "sparsity": found.sparsity, "accuracy": found.accuracy}
-        torch.save(kept, part)
-    return found
+    with replacing(path) as file:
+        torch.save({"model": trainer.model.state_dict(), **saved}, file)
+    return Trained(trainer.model.eval(), **saved)
 
 
 @dataclass(frozen=True)
@@ -259,13 +249,13 @@ def network_costs(
     say: Report = lambda _: None,
 ) -> Iterator[NetworkCost]:
     """A trained network in torch, in ONNX Runtime and deployed, on batches of validation data."""
-    inputs, _ = next(iter(network.job().stream.validation()))
+    inputs, _ = next(iter(network.task().stream.validation()))
     dense_file, file = (_file_size(found.model, dense) for dense in (True, False))
     for count in threads:
         for batch in batches:
             say(f"{count} threads, {network.name}, {sparsity:.0%} zeros, batch {batch}")
             x = inputs[:batch].clone()
-            with threads_of(count), torch.inference_mode():
+            with use_threads(count), torch.inference_mode():
                 deployed = deploy(found.model, x)
                 runs: list[Callable[[], object]] = [
                     functools.partial(found.model, x),

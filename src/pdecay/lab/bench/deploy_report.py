@@ -17,8 +17,8 @@ from matplotlib.patches import Patch
 from rich.console import Console
 from rich.table import Table
 
+from pdecay.lab import machine
 from pdecay.lab.bench import deploy as bench_deploy
-from pdecay.lab.bench import steps as bench
 from pdecay.lab.bench.deploy import LayerCost, NetworkCost
 from pdecay.lab.bench.steps_report import new_table
 from pdecay.lab.data.sources import DataError
@@ -59,7 +59,7 @@ def run(out: Path, *, quick: bool, console: Console | None = None) -> None:
                 console.print(f"{network.name} is left out: {error}", highlight=False)
     _show(console, layers, networks)
     results = {
-        "machine": {**bench.machine(), "threads": " and ".join(map(str, threads))},
+        "machine": {**machine.describe(), "threads": " and ".join(map(str, threads))},
         "layers": [_rounded(asdict(cost)) for cost in layers],
         "networks": [_rounded(asdict(cost)) for cost in networks],
     }
@@ -82,8 +82,8 @@ def _rounded(value: Any) -> Any:
 
 
 def _show(console: Console, layers: Sequence[LayerCost], networks: Sequence[NetworkCost]) -> None:
-    machine = bench.machine()
-    console.print(f"{machine['processor']}, torch {machine['torch']}", highlight=False)
+    here = machine.describe()
+    console.print(f"{here['processor']}, torch {here['torch']}", highlight=False)
     for threads in dict.fromkeys(cost.threads for cost in layers):
         console.print(_layer_table([cost for cost in layers if cost.threads == threads]))
     for name in dict.fromkeys(cost.name for cost in networks):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -29,8 +29,11 @@ from pdecay import PSGD, Lp, PAdam
 from pdecay._core.penalty import Penalty
 from pdecay._core.reference import Listing1
 from pdecay._optim.kernels.selection import KernelName, only_kernel
+from pdecay.lab.methods import Run
+from pdecay.lab.methods.decay import AdamWMethod, PAdamMethod
 from pdecay.lab.models import GPT, ResNet
-from pdecay.lab.tasks import task
+from pdecay.lab.tasks import Task, get_task
+from pdecay.lab.train.loop import Trainer
 
 # So small that the weights stay what they are: the cost of a step is measured, not a training run.
 LR, LAM = 1e-6, 1e-3
@@ -137,43 +140,42 @@ def growth(
 
 
 def training(iterations: int = 300, say: Report = lambda _: None) -> dict[str, float]:
-    """Wall time of training the char-GPT, in units of AdamW fused, in turns of ten iterations."""
-    job = task("shakespeare", "cpu")
-    # At the task's own rate, without its schedule, logits grow until their softmax is subnormal,
-    # and what is timed is no longer the optimizer.
-    lr = job.lr / 10
-    makers: dict[str, Callable[[nn.Module], Optimizer]] = {
-        "AdamW fused": lambda m: AdamW(m.parameters(), lr, fused=True),
-        "PAdam fused": lambda m: PAdam(m.parameters(), lr, decay=Lp(0.8, 0.02), fused=True),
-        "PAdam fused, 95 % zeros": lambda m: _sparse_padam(m, lr),
+    """Return the wall time of training the char-GPT relative to AdamW fused.
+
+    The methods take turns of ten iterations.
+    """
+    task = get_task("shakespeare", "cpu")
+    methods = {
+        "AdamW fused": AdamWMethod(weight_decay=0.01),
+        "PAdam fused": PAdamMethod(p=0.8, lam=0.02),
+        "PAdam fused, 95 % zeros": _SparsePAdam(p=0.8, lam=1e-3),
     }
-    runs = {}
-    for name, make in makers.items():
-        model = job.model(0)
-        runs[name] = (model, make(model))
+    runs = {
+        name: Trainer(task, method, seed=0, lr=task.lr, steps=iterations, points=0).train()
+        for name, method in methods.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in runs}
     turn = 10
     for first in range(0, iterations, turn):
         say(f"iteration {first} of {iterations}")
-        for name, (model, optimizer) in runs.items():
+        for name, run in runs.items():
             began = time.perf_counter()
-            for step in range(first, first + turn):
-                optimizer.zero_grad()
-                job.loss(model, job.batch(0, step)).backward()
-                job.clip_(model)
-                optimizer.step()
+            for _ in itertools.islice(run, turn):
+                pass
             times[name].append(time.perf_counter() - began)
     base = statistics.median(times["AdamW fused"])
     return {name: statistics.median(taken) / base for name, taken in times.items()}
 
 
-def _sparse_padam(model: nn.Module, lr: float) -> Optimizer:
-    """A model that is 95 % zeros from the start, and stays so."""
-    with torch.no_grad():
+class _SparsePAdam(PAdamMethod):
+    """PAdam on a model with 95 % zeros from the start, which stay zero."""
+
+    @torch.no_grad()
+    def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
         for param in model.parameters():
             if param.ndim >= 2:
                 param.mul_(torch.rand_like(param) < 0.05)
-    return PAdam(model.parameters(), lr, decay=Lp(0.8, 1e-3), fused=True)
+        return super().start(model, task, lr, steps)
 
 
 def first_use() -> dict[str, float]:
@@ -202,22 +204,6 @@ def first_use() -> dict[str, float]:
             for _ in range(2)
         ]
     return dict(zip(("cold", "from the cache"), taken, strict=True))
-
-
-def machine() -> dict[str, str]:
-    """What the numbers were measured on."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":", 1)[1].strip() if names else model
-    return {
-        "processor": model,
-        "threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
-        "pdecay": pdecay.__version__,
-        "system": platform.platform(),
-    }
 
 
 def _weights(shapes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:

@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pdecay.lab import machine
 from pdecay.lab.bench import steps as bench
 from pdecay.lab.bench.steps import Cost
 from pdecay.lab.data.sources import DataError
@@ -26,7 +27,7 @@ _BARS = {"PAdam fused": "#0072B2", "PAdam compiled": "#56B4E9", "PSGD fused": "#
 def run(out: Path, parts: Sequence[str], *, quick: bool, console: Console | None = None) -> None:
     """Measure, print and write ``bench.json`` and ``bench.png`` to `out`."""
     console = console or Console()
-    results: dict[str, Any] = {"machine": bench.machine()}
+    results: dict[str, Any] = {"machine": machine.describe()}
     costs: list[Cost] = []
     with console.status("starting") as status:
         if "step" in parts:
@@ -57,9 +58,9 @@ def run(out: Path, parts: Sequence[str], *, quick: bool, console: Console | None
 
 
 def _show(console: Console, results: dict[str, Any], costs: Sequence[Cost]) -> None:
-    machine = results["machine"]
+    here = results["machine"]
     console.print(
-        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}",
+        f"{here['processor']}, {here['threads']} threads, torch {here['torch']}",
         highlight=False,
     )
     for model in dict.fromkeys(cost.model for cost in costs):

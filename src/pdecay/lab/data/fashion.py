@@ -1,13 +1,15 @@
-"""Fashion-MNIST: 60,000 + 10,000 grey images of 28x28, ten kinds of clothing, in idx files.
+"""Fashion-MNIST: 60,000 + 10,000 grey images of 28x28, ten classes of clothing, in idx files.
 
-An idx file is a magic number (two zero bytes, the type 8 for bytes, the number of dimensions),
-the dimensions as big-endian 32-bit numbers, then the bytes. Plain or gzip, both are read.
+An idx file is a magic number (two zero bytes, the type 8 for bytes, the number of dimensions), then
+the dimensions as big-endian 32-bit numbers, then the bytes. Plain and gzip files are read. The last
+5,000 training images are the validation split.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import math
 import zlib
 from pathlib import Path
 
@@ -15,17 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdecay.lab.data import sources as data
+from pdecay.lab.data import sources
 from pdecay.lab.data.sources import DataError, Images, Remote
 
 FOLDERS = ("fashion-mnist", "fashion", "FashionMNIST/raw", ".")
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # from the package dataset-fashion-mnist
+VALIDATION = 5_000  # training images that are held out
 
 _URLS = (
     "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
     "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
 )
-# Name, shape, md5 of the official gzip file (its README lists them), sha256 of what is in it.
+# Name, shape, md5 of the official gzip file (as its README lists it), sha256 of the content.
 _FILES = (
     (
         "train-images-idx3-ubyte",
@@ -55,49 +58,46 @@ _FILES = (
 
 
 def load(*, download: bool = True) -> Images:
-    """Fashion-MNIST from ``PDECAY_DATA``, the cache, Debian's package, or a download."""
+    """Load Fashion-MNIST from ``PDECAY_DATA``, the cache, Debian's package, or a download."""
     parts = []
     for name, shape, md5, sha256 in _FILES:
         path = _locate(name, md5, download)
         raw = _content(path)
         part = parse_idx(raw, path)
         if tuple(part.shape) != shape:
-            raise data.altered(path, f"its shape is {tuple(part.shape)}, not {shape}")
+            raise sources.altered(path, f"its shape is {tuple(part.shape)}, not {shape}")
         found = hashlib.sha256(raw).hexdigest()
         if found != sha256:
-            raise data.altered(path, f"the sha256 of its content is {found}, not {sha256}")
+            raise sources.altered(path, f"the sha256 of its content is {found}, not {sha256}")
         parts.append(part)
     train_x, train_y, test_x, test_y = parts
-    return Images(
-        train_x.unsqueeze(1), train_y.long(), test_x.unsqueeze(1), test_y.long(), classes=10
-    )
+    train, test = (train_x.unsqueeze(1), train_y.long()), (test_x.unsqueeze(1), test_y.long())
+    return sources.hold_out(train, test, VALIDATION)
 
 
 def read_idx(path: Path) -> Tensor:
-    """The bytes of one idx file, plain or gzip, as a tensor of the shape its header gives."""
+    """Read an idx file, plain or gzip, into a tensor of the shape in its header."""
     return parse_idx(_content(path), path)
 
 
 def parse_idx(raw: bytes, path: Path) -> Tensor:
-    """The tensor in the content of an idx file; `path` is for the errors."""
+    """Parse the content of an idx file; `path` is for error messages."""
     if len(raw) < 4 or raw[:2] != b"\0\0":
-        raise data.altered(path, f"it starts with {raw[:4]!r}, which is no idx magic number")
+        raise sources.altered(path, f"it starts with {raw[:4]!r}, which is not an idx magic number")
     kind, dimensions = raw[2], raw[3]
     if kind != 8:
-        raise data.altered(path, f"its values are of type {kind:#04x}; 0x08 (bytes) is expected")
+        raise sources.altered(path, f"its values are of type {kind:#04x}; 0x08 (bytes) is expected")
     start = 4 + 4 * dimensions
     if dimensions == 0 or len(raw) < start:
-        raise data.altered(path, f"its header of {dimensions} dimensions is not whole")
+        raise sources.altered(path, f"its header of {dimensions} dimensions is incomplete")
     shape = [int(size) for size in np.frombuffer(raw, ">u4", dimensions, offset=4)]
-    expected = 1
-    for size in shape:
-        expected *= size  # exact, whatever the header claims: numpy's would wrap round
+    expected = math.prod(shape)  # of Python integers: numpy's product could overflow
     if len(raw) - start != expected:
-        raise data.altered(
-            path, f"its header promises {expected} bytes ({shape}), and {len(raw) - start} follow"
+        raise sources.altered(
+            path, f"its header promises {expected} bytes ({shape}), but {len(raw) - start} follow"
         )
     values = np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
-    return torch.from_numpy(values.copy())  # a copy can be written to, a buffer cannot
+    return torch.from_numpy(values.copy())  # the buffer is read-only
 
 
 def _content(path: Path) -> bytes:
@@ -105,30 +105,26 @@ def _content(path: Path) -> bytes:
         raw = path.read_bytes()
         return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise data.altered(path, f"gzip says: {error}") from error
+        raise sources.altered(path, f"gzip reports: {error}") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error}. Check its permissions.") from error
 
 
 def _locate(name: str, md5: str, download: bool) -> Path:
-    here = [f"{folder}/{file}" for folder in FOLDERS for file in (name, f"{name}.gz")]
-    found = data.find(*here)
-    if found is not None:
-        return found
+    names = tuple(f"{folder}/{file}" for folder in FOLDERS for file in (name, f"{name}.gz"))
     packaged = DEBIAN / f"{name}.gz"
-    if packaged.exists():
+    if packaged.exists() and sources.find(*names) is None:
         return packaged
-    reason = ""
-    if download:
-        urls = tuple(f"{url}{name}.gz" for url in _URLS)
-        try:
-            remote = Remote(f"{name}.gz", urls, f"md5:{md5}")
-            return data.fetch(remote, data.cache_folder() / FOLDERS[0])
-        except DataError as error:
-            reason = str(error)
-    raise data.missing(
-        f"{name} of Fashion-MNIST",
-        f"its four idx files, as {FOLDERS[0]}/{name}.gz (on Debian: apt-get install "
-        "dataset-fashion-mnist, and nothing has to be put anywhere),",
-        reason,
+    remote = Remote(f"{name}.gz", tuple(f"{url}{name}.gz" for url in _URLS), f"md5:{md5}")
+    put = (
+        f"its four idx files, as {FOLDERS[0]}/{name}.gz, (on Debian, apt-get install "
+        "dataset-fashion-mnist is enough)"
+    )
+    return sources.find_or_fetch(
+        names,
+        remote,
+        what=f"{name} of Fashion-MNIST",
+        put=put,
+        download=download,
+        subfolder=FOLDERS[0],
     )

@@ -1,4 +1,7 @@
-"""Tiny Shakespeare: 1,115,394 characters of 65 kinds; the first 90 % train, the rest validates."""
+"""Tiny Shakespeare: 1,115,394 characters of 65 kinds.
+
+The first 90 % are for training, the next 5 % for validation, the last 5 % for testing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdecay.lab.data import sources as data
+from pdecay.lab.data import sources
 from pdecay.lab.data.sources import Remote
 
 NAMES = ("tinyshakespeare.txt", "tinyshakespeare/input.txt", "shakespeare_char/input.txt")
@@ -23,31 +26,33 @@ _REMOTE = Remote(
 
 @dataclass(frozen=True)
 class Text:
-    """A text as numbers, one a character, in two parts; `symbols[i]` is the character i."""
+    """The three splits of a text as character numbers; number i is the character `symbols[i]`."""
 
     train: Tensor
+    validation: Tensor
     test: Tensor
     symbols: str
 
     def decode(self, tokens: Tensor) -> str:
-        """The characters of a row of numbers."""
+        """Return the characters of a row of numbers."""
         return "".join(self.symbols[i] for i in tokens.tolist())
 
 
 def load(*, download: bool = True) -> Text:
-    """Tiny Shakespeare from ``PDECAY_DATA``, the cache, or a download."""
-    path = data.find(*NAMES)
-    if path is None:
-        put = f"{NAMES[0]} ({_REMOTE.urls[0]})"
-        path = data.fetch_or_tell(_REMOTE, "Tiny Shakespeare", put, download=download)
-    data.check_digest(path, _REMOTE.digest)
+    """Load Tiny Shakespeare from ``PDECAY_DATA``, the cache, or a download."""
+    put = f"{NAMES[0]} ({_REMOTE.urls[0]})"
+    path = sources.find_or_fetch(
+        NAMES, _REMOTE, what="Tiny Shakespeare", put=put, download=download
+    )
+    sources.check_digest(path, _REMOTE.digest)
     return encode(path.read_bytes().decode("ascii"))
 
 
 def encode(text: str) -> Text:
-    """Number the characters of a text in the order of their codes, and split it 90/10."""
+    """Number the characters of a text by their code points and split the text 90/5/5."""
     codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-    symbols, tokens = np.unique(codes, return_inverse=True)
-    cut = int(0.9 * len(tokens))
-    both = torch.from_numpy(tokens.astype(np.int64))
-    return Text(both[:cut], both[cut:], "".join(chr(code) for code in symbols))
+    symbols, numbers = np.unique(codes, return_inverse=True)
+    tokens = torch.from_numpy(numbers.astype(np.int64))
+    first, second = int(0.9 * len(tokens)), int(0.95 * len(tokens))
+    parts = tokens[:first], tokens[first:second], tokens[second:]
+    return Text(*parts, "".join(chr(code) for code in symbols))

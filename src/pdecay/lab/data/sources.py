@@ -1,49 +1,52 @@
-"""Where data lie, how they get there, and what is said when they do not.
+"""Finding and downloading the data sets.
 
-Files are looked for under ``PDECAY_DATA``, then in the cache (``~/.cache/pdecay/data``, or under
-``XDG_CACHE_HOME``). What is in neither is downloaded into the cache, checked against a known
-digest, and only then given its name: a download cut short never passes for a data set. What
-cannot be downloaded ends in a `DataError` that says which file to put where.
+Files are looked up under ``PDECAY_DATA``, then in the cache (``~/.cache/pdecay/data``, or under
+``XDG_CACHE_HOME``). A file in neither place is downloaded into the cache by pooch, which checks its
+digest before the file gets its final name. If the download fails, a `DataError` says which file to
+put where.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import logging
 import os
-import tempfile
-import urllib.request
-from collections.abc import Callable, Iterator
+import sys
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 
 from torch import Tensor
 
-_CHUNK = 1 << 20
-_PATIENCE = 30  # seconds without a byte before a download is given up
+_TIMEOUT = 30  # seconds without a byte
 
-Advance = Callable[[int], None]
+Labelled = tuple[Tensor, Tensor]
 
 
 class DataError(Exception):
-    """Data are missing, cut short or altered; the message ends with what to do about it."""
+    """Missing, truncated or altered data. The message says how to repair it."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """A data set of labelled images: pixels (N, channels, height, width) and labels (N,)."""
+    """The three splits of an image data set: pixels (N, channels, height, width), labels (N,).
 
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
-    classes: int
+    Settings are chosen on the validation split. The test split measures the final model only.
+    """
+
+    train: Labelled
+    validation: Labelled
+    test: Labelled
+
+
+def hold_out(train: Labelled, test: Labelled, count: int) -> Images:
+    """Move the last `count` training images to the validation split."""
+    pixels, labels = train
+    return Images((pixels[:-count], labels[:-count]), (pixels[-count:], labels[-count:]), test)
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A file that can be downloaded: its name, where from, and its digest as ``"sha256:..."``."""
+    """A downloadable file: its name, its mirrors and its digest as ``"sha256:..."``."""
 
     name: str
     urls: tuple[str, ...]
@@ -51,13 +54,13 @@ class Remote:
 
 
 def cache_folder() -> Path:
-    """The folder that downloads go to."""
+    """Return the folder for downloads."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pdecay" / "data"
 
 
 def folders() -> list[Path]:
-    """The folders that are searched, first to last."""
+    """Return the folders to search, in order."""
     named = os.environ.get("PDECAY_DATA")
     if not named:
         return [cache_folder()]
@@ -71,16 +74,13 @@ def folders() -> list[Path]:
 
 
 def find(*names: str) -> Path | None:
-    """The first of the relative paths `names` that exists in the first folder that has any."""
-    for folder in folders():
-        for name in names:
-            if (folder / name).exists():
-                return folder / name
-    return None
+    """Return the first existing path among the relative paths `names`, folder by folder."""
+    candidates = (folder / name for folder in folders() for name in names)
+    return next((path for path in candidates if path.exists()), None)
 
 
 def missing(what: str, put: str, reason: str = "") -> DataError:
-    """The error for data that are nowhere: what is missing, and what to put where."""
+    """Return the error for data that were not found: `put` names the files to provide."""
     place = os.environ.get("PDECAY_DATA") or str(cache_folder())
     searched = ", ".join(str(folder) for folder in folders())
     because = f" {reason}." if reason else ""
@@ -90,97 +90,85 @@ def missing(what: str, put: str, reason: str = "") -> DataError:
     )
 
 
-def fetch_or_tell(remote: Remote, what: str, put: str, *, download: bool) -> Path:
-    """Download a file into the cache; the error, if that cannot be, says what to put where."""
-    reason = ""
-    if download:
-        try:
-            return fetch(remote, cache_folder())
-        except DataError as error:
-            reason = str(error)
-    raise missing(what, put, reason)
+def find_or_fetch(
+    names: tuple[str, ...],
+    remote: Remote,
+    *,
+    what: str,
+    put: str,
+    download: bool,
+    subfolder: str = ".",
+) -> Path:
+    """Return the path of a file, downloaded into the cache if necessary.
 
-
-def fetch(remote: Remote, folder: Path, *, progress: bool = True) -> Path:
-    """Download a file into a folder, check its digest, and give its path.
-
-    The file is written beside its place and moved there once it is whole, so that two processes
-    that download at once, or one that is killed, leave no half file behind.
+    Args:
+        names: relative paths to look for.
+        remote: the file to download if none of them exists.
+        what, put: the name of the data and the files to provide, for the error message.
+        download: whether downloading is allowed.
+        subfolder: the folder inside the cache.
     """
+    path = find(*names)
+    if path is not None:
+        return path
+    if not download:
+        raise missing(what, put)
+    try:
+        return fetch(remote, cache_folder() / subfolder)
+    except DataError as error:
+        raise missing(what, put, str(error)) from error
+
+
+def fetch(remote: Remote, folder: Path) -> Path:
+    """Download a file into a folder, check its digest and return its path.
+
+    Each mirror is tried twice. A partial or altered download never gets the file's name.
+    """
+    import pooch
+
+    pooch.get_logger().setLevel(logging.WARNING)
+    downloader = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=_TIMEOUT)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot write to {folder} ({error}). Set PDECAY_DATA to a folder that has "
+            f"{remote.name}, or XDG_CACHE_HOME to a writable folder."
+        ) from error
     failures = []
     for url in remote.urls:
+        source = pooch.create(
+            path=folder,
+            base_url="",
+            registry={remote.name: remote.digest},
+            urls={remote.name: url},
+            retry_if_failed=1,
+        )
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=f".{remote.name}-", dir=folder)
-        except OSError as error:
-            raise DataError(
-                f"cannot write to {folder} ({error}). Set PDECAY_DATA to a folder that has "
-                f"{remote.name}, or XDG_CACHE_HOME to one that can be written."
-            ) from error
-        part = Path(name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                _download(url, file.write, f"downloading {remote.name}", progress)
-            check_digest(part, remote.digest, named=url)
-            part.chmod(0o644)  # mkstemp's files are the owner's only
-            part.replace(folder / remote.name)
-            return folder / remote.name
-        except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
+            path = Path(source.fetch(remote.name, downloader=downloader))
+        except (OSError, ValueError) as error:  # requests' errors are OSErrors
             failures.append(f"{url}: {error}")
-        except DataError as error:
-            failures.append(str(error))
-        finally:
-            part.unlink(missing_ok=True)
+        else:
+            path.chmod(0o644)  # the temporary file was readable by its owner only
+            return path
     raise DataError(f"could not download {remote.name} ({'; '.join(failures)})")
 
 
-def check_digest(path: Path, digest: str, named: str = "") -> None:
+def check_digest(path: Path, digest: str) -> None:
     """Raise a `DataError` unless the file has the digest, given as ``"sha256:..."``."""
     algorithm, _, expected = digest.partition(":")
     try:
         with open(path, "rb") as file:
-            found = hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False))
+            found = hashlib.file_digest(file, algorithm).hexdigest()
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error}. Check what it is, and who may.") from error
-    if found.hexdigest() != expected:
-        raise altered(named or path, f"its {algorithm} is {found.hexdigest()}, not {expected}")
+        raise DataError(f"cannot read {path}: {error}. Check its type and permissions.") from error
+    if found != expected:
+        raise altered(path, f"its {algorithm} is {found}, not {expected}")
 
 
 def altered(path: Path | str, how: str) -> DataError:
-    """The error for a file that is there but is not what it should be."""
+    """Return the error for a file with unexpected content."""
     return DataError(
-        f"{path} is not the file it should be: {how}. It was cut short or altered: delete it and "
-        "let it be downloaded again, or put a good copy in its place."
+        f"{path} is not the expected file: {how}. It was truncated or altered: delete it so that "
+        "it is downloaded again, or replace it by a good copy."
     )
-
-
-def _download(url: str, write: Callable[[bytes], object], title: str, progress: bool) -> None:
-    with urllib.request.urlopen(url, timeout=_PATIENCE) as response:
-        length = response.headers.get("Content-Length")
-        total = int(length) if length else None
-        seen = 0
-        with _bar(title, total, progress) as advance:
-            while chunk := response.read(_CHUNK):
-                write(chunk)
-                seen += len(chunk)
-                advance(len(chunk))
-    if total is not None and seen != total:
-        raise DataError(f"{url} ended after {seen} of {total} bytes")
-
-
-@contextlib.contextmanager
-def _bar(title: str, total: int | None, progress: bool) -> Iterator[Advance]:
-    """A progress bar on the error stream, if rich is there and someone is watching."""
-    if progress:
-        with contextlib.suppress(ImportError):
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-            console = Console(stderr=True)
-            if console.is_terminal:
-                columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-                with Progress(*columns, console=console, transient=True) as bars:
-                    bar = bars.add_task(title, total=total)
-                    yield lambda count: bars.advance(bar, count)
-                return
-    yield lambda count: None

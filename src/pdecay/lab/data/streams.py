@@ -1,7 +1,8 @@
-"""Endless streams of training batches that need no memory of how far they are.
+"""Training batches and evaluation splits.
 
-The batch of a step is a function of the seed and of the step's number: a run that was killed goes
-on with the same batches, and two methods that are compared with one seed see the same data.
+The batch of a step is a function of the seed and the step number, so a stream has no state to
+checkpoint: an interrupted run resumes with the same batches, and methods that are compared under
+the same seed see the same data.
 """
 
 from __future__ import annotations
@@ -15,23 +16,28 @@ import torch
 from torch import Tensor
 
 from pdecay.lab.data.shakespeare import Text
-from pdecay.lab.data.sources import Images
+from pdecay.lab.data.sources import Images, Labelled
 
 Batch = tuple[Tensor, Tensor]
 
+_IMAGES, _EXCERPTS = 500, 64  # in an evaluation batch
+
 
 class Stream(Protocol):
-    """What a task draws on: a training batch for each step, and a fixed validation set."""
+    """A source of training batches and two fixed evaluation splits."""
 
     def batch(self, seed: int, step: int) -> Batch:
-        """The inputs and targets of a step, the same at every call."""
+        """Return the inputs and targets of a training step."""
 
     def validation(self) -> Iterator[Batch]:
-        """The validation set, in batches, the same at every call."""
+        """Iterate over the validation split in batches."""
+
+    def test(self) -> Iterator[Batch]:
+        """Iterate over the test split in batches."""
 
 
 def derive(seed: int, *place: int) -> int:
-    """A seed for one place (a stream, an epoch, a step) of a run; unlike places, unlike seeds."""
+    """Derive a seed for a place in a run, such as a purpose and a step number."""
     if seed < 0:
         raise ValueError(f"seed must be >= 0, got {seed}")
     state = np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64)
@@ -39,50 +45,43 @@ def derive(seed: int, *place: int) -> int:
 
 
 def generator(seed: int, *place: int) -> torch.Generator:
-    """A generator on the CPU for one place, so that every device sees the same batches."""
+    """Return a CPU generator for a place in a run, so that batches are the same on all devices."""
     return torch.Generator().manual_seed(derive(seed, *place))
 
 
-_ORDER, _AUGMENT, _EXCERPT = range(3)  # what the randomness is for: the first number of a place
+_ORDER, _AUGMENT, _EXCERPT = range(3)  # purposes of randomness: the first number of a place
 
 
 @dataclass
 class ImageStream:
-    """Images in a new order each epoch, standardised, and cropped and flipped at will.
+    """Standardised images in a new random order each epoch, with optional augmentation.
 
     Args:
         images: the data.
-        size: of a batch; the last one of an epoch has what is left.
-        train, test: how many images of each part to use; None for all.
-        pad: a crop of the image padded by this many pixels on each side; 0 for none.
-        flip: mirror every second image.
-        device: where the data and batches live.
+        size: the batch size; the last batch of an epoch may be smaller.
+        pad: crop randomly from the image padded by this many pixels; 0 for no crops.
+        flip: mirror images randomly.
+        device: the device of the data and batches.
     """
 
     images: Images
-    size: int
-    train: int | None = None
-    test: int | None = None
+    size: int = 64
     pad: int = 0
     flip: bool = False
     device: torch.device | str = "cpu"
     _epoch: tuple[tuple[int, int], Tensor] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        images = self.images
-        self._x = images.train_x[: self.train].to(self.device)
-        self._y = images.train_y[: self.train].to(self.device)
-        self._test_x = images.test_x[: self.test].to(self.device)
-        self._test_y = images.test_y[: self.test].to(self.device)
-        # Channel by channel, to have one channel at a time in floating point.
-        channels = [_moments(part.float()) for part in images.train_x.unbind(1)]
+        pixels, labels = self.images.train
+        self._x, self._y = pixels.to(self.device), labels.to(self.device)
+        # One channel at a time, because a float copy of all images needs four times their memory.
+        channels = [_moments(part.float()) for part in pixels.unbind(1)]
         mean, deviation = (torch.stack(values) for values in zip(*channels, strict=True))
         self._mean = mean.view(1, -1, 1, 1).to(self.device)
         self._scale = (1 / deviation).view(1, -1, 1, 1).to(self.device)
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many batches show every training image once."""
         return -(-len(self._x) // self.size)
 
     def batch(self, seed: int, step: int) -> Batch:
@@ -94,9 +93,14 @@ class ImageStream:
         return self._standardise(x), self._y[rows]
 
     def validation(self) -> Iterator[Batch]:
-        for start in range(0, len(self._test_x), 500):
-            x = self._test_x[start : start + 500]
-            yield self._standardise(x), self._test_y[start : start + 500]
+        return self._split(self.images.validation)
+
+    def test(self) -> Iterator[Batch]:
+        return self._split(self.images.test)
+
+    def _split(self, split: Labelled) -> Iterator[Batch]:
+        for x, y in zip(*(part.split(_IMAGES) for part in split), strict=True):
+            yield self._standardise(x.to(self.device)), y.to(self.device)
 
     def _order(self, seed: int, epoch: int) -> Tensor:
         if self._epoch is None or self._epoch[0] != (seed, epoch):
@@ -115,34 +119,34 @@ class ImageStream:
         columns = (left + columns).to(x.device)
         padded = torch.nn.functional.pad(x, [self.pad] * 4)
         images = torch.arange(count, device=x.device)
-        # One gather for all crops; the indexed dimensions come first, the channels last.
+        # One gather for all crops; it puts the indexed dimensions first and the channels last.
         return padded[images[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(
             0, 3, 1, 2
         )
 
     def _standardise(self, x: Tensor) -> Tensor:
-        # With the channels last, convolutions on a CPU take two thirds of the time.
+        # With channels last, convolutions on a CPU take two thirds of the time.
         x = x.to(torch.float32, memory_format=torch.channels_last)
         return (x - self._mean) * self._scale
 
 
 def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation; in two passes, a third of the time of `torch.std_mean`."""
+    """Return mean and standard deviation in two passes, three times as fast as `std_mean`."""
     mean = values.mean()
     return mean, (values - mean).square_().mean().sqrt()
 
 
 @dataclass
 class TextStream:
-    """Excerpts of a text from random places; the targets are the next characters.
+    """Random excerpts of a text; the targets are the next characters.
 
-    The validation part is cut into excerpts side by side, so that it is used once and whole.
+    The validation and test splits are cut into consecutive excerpts without overlap.
 
     Args:
         text: the data.
-        size: how many excerpts a batch has.
-        block: how long an excerpt is.
-        device: where the data and batches live.
+        size: the number of excerpts in a batch.
+        block: the length of an excerpt.
+        device: the device of the data and batches.
     """
 
     text: Text
@@ -151,10 +155,13 @@ class TextStream:
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
+        shortest = min(map(len, (self.text.train, self.text.validation, self.text.test)))
+        if shortest <= self.block:
+            raise ValueError(
+                f"the text is too short for excerpts of {self.block}: a split has {shortest} "
+                "characters"
+            )
         self._train = self.text.train.to(self.device)
-        self._test = self.text.test.to(self.device)
-        if min(len(self._train), len(self._test)) <= self.block:
-            raise ValueError(f"the text is too short for excerpts of {self.block}")
 
     def batch(self, seed: int, step: int) -> Batch:
         starts = torch.randint(
@@ -166,7 +173,14 @@ class TextStream:
         return excerpts[:, :-1], excerpts[:, 1:]
 
     def validation(self) -> Iterator[Batch]:
-        count = (len(self._test) - 1) // self.block
-        inputs = self._test[: count * self.block].view(count, self.block)
-        targets = self._test[1 : count * self.block + 1].view(count, self.block)
-        yield from zip(inputs.split(64), targets.split(64), strict=True)
+        return self._split(self.text.validation)
+
+    def test(self) -> Iterator[Batch]:
+        return self._split(self.text.test)
+
+    def _split(self, tokens: Tensor) -> Iterator[Batch]:
+        tokens = tokens.to(self.device)
+        length = (len(tokens) - 1) // self.block * self.block
+        inputs = tokens[:length].view(-1, self.block).split(_EXCERPTS)
+        targets = tokens[1 : length + 1].view(-1, self.block).split(_EXCERPTS)
+        yield from zip(inputs, targets, strict=True)

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from pdecay.lab.demo.runs import Summary
+from pdecay.lab.demo.results import Results, Summary
 from pdecay.lab.drawing import (
     BLUE,
     FONTS,
@@ -31,49 +31,38 @@ _STYLES = (
 _TICKS = (0, 50, 80, 90, 95, 98, 99, 99.5, 99.8, 99.9)  # per cent of zeros
 
 
-def accuracy_against_sparsity(
-    curves: Mapping[str, Sequence[Summary]],
-    dense: Summary,
-    marked: Sequence[Summary],
-    path: Path,
-    *,
-    title: str,
-    subtitle: str,
-) -> None:
-    """Accuracy over the share of zeros, one line for each way to decay.
+def accuracy_against_sparsity(results: Results, path: Path, *, subtitle: str) -> None:
+    """Draw the validation accuracy over the share of zeros, with one curve for each p.
 
-    The horizontal axis is logarithmic in the weights that are left: what matters happens between
-    90 and 99 % of zeros, a sliver of a linear axis.
-
-    Args:
-        curves: by name, the settings of one curve.
-        dense: what the dashed line stands for.
-        marked: settings whose numbers are written beside their points.
-        path: the PNG to write.
-        title, subtitle: what the figure says, and of what.
+    The horizontal axis is logarithmic in the number of remaining weights, because the interesting
+    range from 90 to 99 % of zeros is narrow on a linear axis. The dashed line is the best AdamW.
     """
+    dense = results.dense
+    curves: dict[str, list[Summary]] = {}
+    for summary in results.sparse:
+        curves.setdefault(summary.curve, []).append(summary)
     with matplotlib.rc_context(FONTS):
         figure = Figure(figsize=(7.6, 4.4), layout="constrained")
         axes = figure.add_subplot()
         axes.set_xscale("function", functions=(to_decades, from_decades))
         axes.axhline(
-            100 * dense.accuracy,
+            dense.accuracy,
             color="black",
             linestyle="--",
             linewidth=1.4,
             zorder=1,
-            label=f"AdamW, dense: {100 * dense.accuracy:.1f} %",
+            label=f"AdamW, dense: {dense.accuracy:.1f} %",
         )
         for (name, summaries), style in zip(curves.items(), _STYLES, strict=False):
             _curve(axes, name, summaries, style)
-        _limits(axes, [*(s for curve in curves.values() for s in curve), dense])
-        # Left of the first point the curve is flat, so its numbers stand well below it; left of the
-        # others, on the curve's fall, there is room.
-        for summary, offset in zip(marked, ((-32, -60), (-34, -28), (-30, -14)), strict=False):
+        _set_limits(axes, [*results.sparse, dense])
+        # The curve is flat to the left of the first label, which is therefore placed well below it.
+        offsets = ((-32, -60), (-34, -28), (-30, -14))
+        for summary, offset in zip(results.marked, offsets, strict=False):
             _annotate(axes, summary, dense, offset)
-        axes.set_xlabel("weights that are zero, %   (logarithmic in the weights that are left)")
+        axes.set_xlabel("weights that are zero, %   (logarithmic in the remaining weights)")
         axes.set_ylabel("validation accuracy, %")
-        axes.set_title(f"{title}\n", pad=4)
+        axes.set_title(f"{results.title()}\n", pad=4)
         axes.text(0, 1.02, subtitle, transform=axes.transAxes, color=GREY, va="bottom", fontsize=10)
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
@@ -82,7 +71,7 @@ def accuracy_against_sparsity(
 
 
 def toy(curves: Mapping[str, Sequence[float]], path: Path, *, subtitle: str) -> None:
-    """The weight over the steps, for the three ways of section 4.2."""
+    """Draw the weight over the steps for the three variants of section 4.2."""
     styles: dict[str, tuple[str, dict[str, Any]]] = {
         "gradient": ("norm in the gradient", {"color": GREY, "linewidth": 1.2, "linestyle": ":"}),
         "s every step": ("p-norm decay, s at every step", {"color": BLUE, "linewidth": 2.4}),
@@ -111,8 +100,8 @@ def _curve(axes: Any, name: str, summaries: Sequence[Summary], style: Mapping[st
     ordered = sorted(summaries, key=lambda summary: summary.sparsity)
     axes.errorbar(
         [100 * summary.sparsity for summary in ordered],
-        [100 * summary.accuracy for summary in ordered],
-        yerr=[100 * summary.spread for summary in ordered],
+        [summary.accuracy for summary in ordered],
+        yerr=[summary.spread for summary in ordered],
         label=f"PAdam, {name}",
         linewidth=2,
         markersize=6,
@@ -124,11 +113,11 @@ def _curve(axes: Any, name: str, summaries: Sequence[Summary], style: Mapping[st
 
 
 def _annotate(axes: Any, summary: Summary, dense: Summary, offset: tuple[int, int]) -> None:
-    """A point's numbers to the lower left of it, where a falling curve leaves room."""
-    points = 100 * (summary.accuracy - dense.accuracy)
+    """Label a point at its lower left, where a falling curve leaves room."""
+    points = summary.accuracy - dense.accuracy
     axes.annotate(
         f"{100 * summary.sparsity:.1f} % zeros\n{points:+z.1f} points",
-        (100 * summary.sparsity, 100 * summary.accuracy),
+        (100 * summary.sparsity, summary.accuracy),
         xytext=offset,
         textcoords="offset points",
         ha="right",
@@ -138,10 +127,10 @@ def _annotate(axes: Any, summary: Summary, dense: Summary, offset: tuple[int, in
     )
 
 
-def _limits(axes: Any, summaries: Sequence[Summary]) -> None:
-    """Round limits around all points and their error bars, and ticks that fit between them."""
-    low = min(100 * (summary.accuracy - summary.spread) for summary in summaries)
-    high = max(100 * (summary.accuracy + summary.spread) for summary in summaries)
+def _set_limits(axes: Any, summaries: Sequence[Summary]) -> None:
+    """Set round limits around all points with their error bars, and ticks to match."""
+    low = min(summary.accuracy - summary.spread for summary in summaries)
+    high = max(summary.accuracy + summary.spread for summary in summaries)
     axes.set_ylim(math.floor(low - 0.7), min(100, math.ceil(high + 0.3)))
     most = max(100 * summary.sparsity for summary in summaries)
     right = next((tick for tick in _TICKS[3:] if tick > most), 99.95)

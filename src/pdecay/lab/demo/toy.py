@@ -1,7 +1,7 @@
 """The toy example of section 4.2: one weight, ``(w-1)^2/2 + (lam/p)|w|^p``, from w = 1.
 
-The curves are the reference's. The optimizer that users run must draw the same ones, so the two
-ways that decay are run through :class:`pdecay.PSGD` as well and compared.
+The curves come from the reference implementation. The two variants with decay are also run with
+:class:`pdecay.PSGD`, to check that the library's optimizer follows the same curves.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _AUXILIARY: dict[str, Auxiliary] = {
 
 @dataclass(frozen=True)
 class Toy:
-    """The weight at steps 0 to 100, for each way to penalise it.
+    """The weight at steps 0 to 100 for each variant of the penalty.
 
     Args:
-        curves: by name: "gradient", "s every step", "s every 20 steps".
-        difference: for the two that decay, the largest distance between the reference's curve
-            and that of :class:`pdecay.PSGD`.
+        curves: the weights by variant: "gradient", "s every step", "s every 20 steps".
+        difference: the largest distance between the curves of the reference and of
+            :class:`pdecay.PSGD`, for the two variants with decay.
     """
 
     curves: dict[str, list[float]]
@@ -36,7 +36,7 @@ class Toy:
 
 
 def run() -> Toy:
-    """All three curves, and how far the library's own optimizer is from them."""
+    """Compute the three curves and their distance to the library's optimizer."""
     curves = reference.toy(P, LAM, LR, STEPS)
     difference = {
         name: max(abs(a - b) for a, b in zip(curves[name], by_psgd(auxiliary), strict=True))
@@ -46,9 +46,9 @@ def run() -> Toy:
 
 
 def by_psgd(auxiliary: Auxiliary) -> list[float]:
-    """The weight's path under :class:`pdecay.PSGD`, in double precision as the reference."""
+    """Return the weight at each step of :class:`pdecay.PSGD`, in double precision."""
     w = torch.ones(1, dtype=torch.float64, requires_grad=True)
-    # A group with a decay of its own decays 1-d tensors too.
+    # In a group with its own decay, 1-d tensors decay too.
     optimizer = PSGD([{"params": [w], "decay": Lp(P, LAM)}], lr=LR, auxiliary=auxiliary)
     path = [w.item()]
     for _ in range(STEPS):

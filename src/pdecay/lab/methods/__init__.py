@@ -1,4 +1,4 @@
-"""The methods that the experiments compare, by name, and how to find a user's own."""
+"""The training methods that the experiments compare, by name."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ METHODS: dict[str, type[Method]] = {
 
 
 def find(name: str) -> type[Method]:
-    """The method of a name: one of `METHODS`, or ``"module:Class"`` for a user's own.
+    """Return the method with a name from `METHODS`, or import ``"module:Class"``.
 
     Raises:
-        ValueError: there is none; the message says what there is, or what is wrong with it.
+        ValueError: the name is unknown, or the class is not a method.
     """
     if name in METHODS:
         return METHODS[name]
     module_name, colon, class_name = name.partition(":")
     if not (module_name and colon and class_name):
         raise ValueError(
-            f"there is no method {name!r}; there are {', '.join(METHODS)}, or your own as "
+            f"there is no method {name!r}; choose from {', '.join(METHODS)}, or your own as "
             "my_module:MyMethod"
         )
     if os.getcwd() not in sys.path:
@@ -66,5 +66,5 @@ def _is_method(found: object) -> TypeGuard[type[Method]]:
 
 
 def options_of(method: type[Method]) -> list[str]:
-    """The names of a method's options."""
+    """Return the names of a method's options."""
     return [field.name for field in fields(method)]  # type: ignore[arg-type]

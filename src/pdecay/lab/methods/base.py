@@ -1,7 +1,7 @@
-"""What a method is: a frozen dataclass of options that can start on a model, and the run it starts.
+"""The interface of a training method: a `Method` holds options and starts a `Run` on a model.
 
-All methods decay, prune and count the same weights, those of :func:`pdecay.param_groups`, so that
-their sparsities can be compared.
+All methods decay, prune and count the weights that :func:`pdecay.param_groups` selects, so that
+their sparsities are comparable.
 """
 
 from __future__ import annotations
@@ -17,66 +17,66 @@ from pdecay.lab.tasks import Task
 
 
 class Run:
-    """A method at work on one model.
+    """A method applied to one model.
 
-    The loop steps `optimizer` under the task's schedule and calls :meth:`after_step`. What a
-    method must remember beyond the model and the optimizer goes through :meth:`state_dict`, in
-    plain numbers, containers and tensors.
+    The training loop steps `optimizer` and the task's schedule and calls :meth:`after_step`. State
+    beyond that of the model and the optimizer belongs into :meth:`state_dict`, as numbers, strings,
+    tensors, and lists and dicts of them.
 
     Args:
-        optimizer: trains the model's parameters.
+        optimizer: the optimizer of the model's parameters.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 
     def after_step(self) -> None:
-        """Called after each step of the optimizer, before the learning rate moves on."""
+        """Act after each optimizer step, before the learning rate changes."""
 
     def finish(self) -> None:
-        """Called once after the last step, before the model is judged and saved."""
+        """Act once after the last step, before the model is evaluated and saved."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint; the model and the optimizer have theirs already."""
+        """Restore the state after the model and the optimizer were restored."""
 
 
 class Method:
-    """One way to train for sparsity: the options are the fields of a frozen dataclass.
+    """A training method: a frozen dataclass whose fields are the options.
 
-    Options are numbers, strings or booleans; ``__post_init__`` is the place to refuse bad ones.
+    Options are numbers, strings or booleans. ``__post_init__`` should raise for invalid values.
     """
 
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
-        """Begin to train a new model.
+        """Prepare the training of a new model.
 
         Args:
-            model: as the task makes it; torch's generator is seeded for the method's own use.
-            task: what is trained; ``task.batch(seed, step)`` gives examples.
-            lr: the highest learning rate.
-            steps: how many steps the training has.
+            model: the model. torch's generator is seeded, so the method may use it.
+            task: the task; ``task.batch(seed, step)`` returns examples.
+            lr: the peak learning rate.
+            steps: the number of training steps.
         """
         raise NotImplementedError
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float) -> AdamW:
-    """AdamW as the paper has it; what p-norm weight decay spares, L2 spares too."""
-    decayed, spared = pdecay.param_groups(model)
-    groups = [decayed, {**spared, "weight_decay": 0.0}]
+    """Return the paper's AdamW; L2 decays the same weights as p-norm weight decay does."""
+    decayed, others = pdecay.param_groups(model)
+    groups = [decayed, {**others, "weight_decay": 0.0}]
     return AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay, fused=True)
 
 
 def decayed_weights(optimizer: Optimizer) -> list[Tensor]:
-    """The weights of an optimizer that was given the groups of :func:`pdecay.param_groups`."""
+    """Return the decayed weights of an optimizer made with :func:`pdecay.param_groups`."""
     weights: list[Tensor] = optimizer.param_groups[0]["params"]
     return weights
 
 
 def check_share(name: str, value: object) -> float:
-    """The value, if it is a share of the weights from 0 to below 1."""
+    """Return the value if it is a share from 0 to below 1, else raise."""
     share = check_number(name, value)
     if share >= 1:
-        raise ValueError(f"{name} must be below 1, or nothing is left, got {value!r}")
+        raise ValueError(f"{name} must be below 1, or no weight is left, got {value!r}")
     return share

@@ -1,4 +1,4 @@
-"""Methods that pull on the weights at every step: L2, p-norm weight decay, L1."""
+"""Methods that shrink the weights at every step: L2, p-norm weight decay, L1."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pdecay.lab.tasks import Task
 
 
 def _padam(model: nn.Module, lr: float, decay: Penalty, l2: float = 0.0) -> PAdam:
-    decayed, spared = pdecay.param_groups(model, decay)
-    return PAdam([decayed, {**spared, "weight_decay": 0.0}], lr=lr, weight_decay=l2)
+    decayed, others = pdecay.param_groups(model, decay)
+    return PAdam([decayed, {**others, "weight_decay": 0.0}], lr=lr, weight_decay=l2)
 
 
 @dataclass(frozen=True)
 class AdamWMethod(Method):
-    """AdamW: decoupled L2 decay. The dense network that the others are compared with."""
+    """AdamW with decoupled L2 decay: the dense baseline."""
 
     weight_decay: float = 0.1
 
@@ -36,7 +36,7 @@ class AdamWMethod(Method):
 
 @dataclass(frozen=True)
 class PAdamMethod(Method):
-    """The paper's: Adam with decoupled p-norm weight decay, lam fixed. Sparsity is what comes."""
+    """The paper's method: Adam with decoupled p-norm weight decay and a fixed lam."""
 
     p: float = 0.8
     lam: float = 0.01
@@ -50,7 +50,7 @@ class PAdamMethod(Method):
 
 @dataclass(frozen=True)
 class ElasticMethod(Method):
-    """The paper's elastic decay: PAdam with AdamW's own L2 beside the p-norm."""
+    """The paper's elastic decay: PAdam with AdamW's L2 decay in addition to the p-norm."""
 
     p: float = 0.8
     lam: float = 0.01
@@ -66,7 +66,7 @@ class ElasticMethod(Method):
 
 @dataclass(frozen=True)
 class TargetMethod(Method):
-    """PAdam whose lam is steered so that the asked share of the weights is zero at the end."""
+    """PAdam with a controlled lam, so that a given share of the weights is zero at the end."""
 
     p: float = 0.8
     target: float = 0.9
@@ -85,7 +85,7 @@ class TargetMethod(Method):
 
 @dataclass(frozen=True)
 class L1Method(Method):
-    """Adam, then the exact proximal step of ``lam * |w|``: the soft threshold at ``lr * lam``."""
+    """Adam followed by the proximal step of ``lam * |w|``: a soft threshold at ``lr * lam``."""
 
     lam: float = 0.01
 

@@ -1,7 +1,7 @@
-"""Deep weight factorization: another way to an L_p penalty, for p = 2 / depth.
+"""Deep weight factorization: an L_p penalty with p = 2 / depth through products of factors.
 
-Each weight is a product, ``w = u_1 * ... * u_D``, and the factors have an L2 penalty. Of all
-factors with a given product those of equal magnitude have the smallest penalty, so that
+Each weight is a product, ``w = u_1 * ... * u_D``, of factors with an L2 penalty. Among all factors
+with a given product, those of equal magnitude have the smallest penalty, so that
 
     min over u of  (lam / 2) * sum_d u_d^2  =  (lam / p) * |w|^p ,    p = 2 / D ,
 
@@ -25,17 +25,17 @@ from pdecay.lab.tasks import Task
 
 # Products below single precision's epsilon count as zero, as in the method's paper.
 EPSILON = torch.finfo(torch.float32).eps
-_SMALLEST = 3e-3  # of a product at the start: factors next to zero would not move
+_SMALLEST = 3e-3  # initial product: factors close to zero would not train
 
 
 @dataclass(frozen=True)
 class DWFMethod(Method):
     """Deep weight factorization: products of `depth` factors, with L2 in their gradients.
 
-    The factors start from a normal distribution whose product has the deviation that the weights
-    had, cut off so that the product is neither tiny nor huge. They are trained with Adam like all
-    else here, where the method's paper has SGD; the L2 term is part of the gradient, as the
-    equivalence needs. So lam is in units of the loss's gradient, and much smaller than PAdam's.
+    The factors start from a truncated normal distribution such that the products have the
+    deviation of the weights and are neither tiny nor huge. They are trained with Adam like all
+    methods here, whereas the method's paper uses SGD. The L2 term is part of the gradient, as the
+    equivalence requires, so lam is in units of the gradient and much smaller than PAdam's.
 
     References:
         Kolb, Weber, Bischl and Rügamer, Deep Weight Factorization: Sparse Learning Through the
@@ -50,13 +50,13 @@ class DWFMethod(Method):
         check_number("lam", self.lam)
 
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
-        decayed, spared = pdecay.param_groups(model)
+        decayed, others = pdecay.param_groups(model)
         weights: list[Tensor] = decayed["params"]
         factors = [new_factors(weight, self.depth) for weight in weights]
         optimizer = Adam(
             [
                 {"params": factors, "weight_decay": self.lam},
-                {"params": spared["params"], "weight_decay": 0.0},
+                {"params": others["params"], "weight_decay": 0.0},
             ],
             lr=lr,
             fused=True,
@@ -65,10 +65,10 @@ class DWFMethod(Method):
 
 
 class _Factorized(Run):
-    """The model keeps its plain weights, which are set to the products after each step.
+    """A run on a model that keeps plain weights, which are set to the products after each step.
 
-    Their gradients are the products'; the chain rule takes them to the factors before each step.
-    So ties between layers, evaluation and counting need no thought.
+    Before each step the chain rule turns the gradients of the weights into those of the factors.
+    Tied layers, evaluation and counting need no special treatment.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class _Factorized(Run):
     ) -> None:
         super().__init__(optimizer)
         self._weights, self._factors = weights, factors
-        optimizer.register_step_pre_hook(lambda *_: self._pull_back())
-        self._multiply_out()
+        optimizer.register_step_pre_hook(lambda *_: self._set_factor_gradients())
+        self._set_products()
 
     def after_step(self) -> None:
-        self._multiply_out()
+        self._set_products()
 
     def state_dict(self) -> dict[str, Any]:
         return {"factors": [factors.detach() for factors in self._factors]}
@@ -91,13 +91,13 @@ class _Factorized(Run):
             factors.copy_(saved)
 
     @torch.no_grad()
-    def _multiply_out(self) -> None:
+    def _set_products(self) -> None:
         for weight, factors in zip(self._weights, self._factors, strict=True):
             product = factors.prod(dim=0)
             weight.copy_(product.masked_fill_(product.abs() < EPSILON, 0.0))
 
     @torch.no_grad()
-    def _pull_back(self) -> None:
+    def _set_factor_gradients(self) -> None:
         for weight, factors in zip(self._weights, self._factors, strict=True):
             if weight.grad is not None:
                 factors.grad = others_product(factors).mul_(weight.grad)
@@ -105,10 +105,10 @@ class _Factorized(Run):
 
 @torch.no_grad()
 def new_factors(weight: Tensor, depth: int) -> nn.Parameter:
-    """Random factors, stacked along a new first dimension, for a weight of this deviation.
+    """Return random factors of a weight, stacked along a new first dimension.
 
-    Each is normal, with the depth-th root of the weight's deviation, and cut off on both sides of
-    zero: drawn through the distribution's inverse, so that none has to be drawn again.
+    Their deviation is the depth-th root of the weight's. Small and large magnitudes are cut off by
+    sampling through the inverse of the distribution, which needs no rejection.
     """
     deviation = float(weight.std())
     scale = math.sqrt(2) * deviation ** (1 / depth)
@@ -121,7 +121,7 @@ def new_factors(weight: Tensor, depth: int) -> nn.Parameter:
 
 
 def others_product(factors: Tensor) -> Tensor:
-    """For each factor the product of all others, without a division that zero would spoil."""
+    """Return for each factor the product of the others, without division, which fails at zero."""
     products = torch.ones_like(factors)
     for k, factor in enumerate(factors):
         products[:k] *= factor

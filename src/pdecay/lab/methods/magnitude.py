@@ -1,4 +1,4 @@
-"""Methods that train with AdamW and take the small weights out."""
+"""Magnitude pruning: methods that train with AdamW and remove the smallest weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pdecay.lab.tasks import Task
 
 @dataclass(frozen=True)
 class MPMethod(Method):
-    """The paper's iterative magnitude pruning: weights below a threshold are zeroed now and then.
+    """The paper's iterative magnitude pruning: zero the weights below a threshold at intervals.
 
-    The threshold grows from 10 % to 20 % of the training; between two prunings weights may come
-    back. Sparsity is what comes.
+    The threshold rises from zero between 10 % and 20 % of the training. Weights may regrow between
+    two prunings.
     """
 
     threshold: float = 0.01
@@ -39,7 +39,7 @@ class MPMethod(Method):
 
 @dataclass(frozen=True)
 class GMPMethod(Method):
-    """Gradual magnitude pruning: the smallest go for good, along a cubic ramp, to the target."""
+    """Gradual magnitude pruning: remove the smallest weights for good, along a cubic ramp."""
 
     target: float = 0.9
     weight_decay: float = 0.1
@@ -57,7 +57,7 @@ class GMPMethod(Method):
 
 
 class _Pruned(Run):
-    """The pruning acts through the optimizer's hooks; what is left to do is its checkpoint."""
+    """A run whose pruning acts through the optimizer's hooks."""
 
     def __init__(
         self, optimizer: Optimizer, pruning: MagnitudePruning | GradualMagnitudePruning

@@ -1,6 +1,6 @@
-"""Only-Train-Once: whole units go to zero, by steps that may not leave their half-space.
+"""Only-Train-Once: a method that removes whole units by half-space projected steps.
 
-Written from the papers: the published package does not import on this torch.
+Implemented from the papers, because the published package does not import with current torch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from pdecay._core.validation import check_number
 from pdecay.lab.methods.base import Method, Run, adamw, check_share
-from pdecay.lab.methods.units import Units, find_units, silence_readers
+from pdecay.lab.methods.units import Units, find_units, zero_readers
 from pdecay.lab.tasks import Task
 
-_START, _RAMP = 0.1, 0.1  # of the training: the warm-up, and how long units are taken out
-_PERIODS = 10  # in which they are taken out, an equal share in each
+_START, _RAMP = 0.1, 0.1  # shares of the training: the warm-up and the removal of units
+_PERIODS = 10  # of removal, with an equal share of the units in each
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,24 @@ class OTOMethod(Method):
     """Only-Train-Once with its dual half-space projected gradient, on top of AdamW.
 
     A group is a unit: the row of a linear layer or the filter of a convolution, with its bias and
-    the norm that follows, so that a group at zero gives zero. After a warm-up of 10 % of the
-    training the groups of lowest saliency are declared redundant, a tenth of them at a time over
-    the next 10 %, as in the paper's comparison. Each step then also pulls every redundant group
-    towards zero, and sets it to zero where the step would leave the half-space
-    ``<w_new, w_old> >= eps * |w_old|^2``. What is still there when the next tenth comes is set to
-    zero. Zero groups stay zero, and the rest trains on. At the end the weights that read a dead
-    unit are zero too, as the original cuts them out.
+    the following norm, so that a zero group outputs zero. After a warm-up of 10 % of the training
+    the groups of lowest saliency become redundant, a tenth of them at a time over the next 10 %, as
+    in the paper's comparison. Each step then also pulls every redundant group towards zero, and
+    sets it to zero if the step would leave the half-space ``<w_new, w_old> >= eps * |w_old|^2``.
+    Redundant groups that remain when the next tenth is chosen are set to zero. Zero groups stay
+    zero while the others train. At the end the weights that read a dead unit are zeroed too, as the
+    original removes them.
 
-    As in the original: the stages, the pull ``w / |w|`` with a strength at which both the loss and
-    the norm fall (here the geometric mean of the two bounds, ``|update|``), the half-space rule,
-    the exact count. Not as there: saliency is the magnitude alone, in units of the layer's mean;
-    layers whose outputs are added are not grouped together, so that a dead unit cannot always be
-    cut out of such a network; and every layer keeps one unit.
+    As in the original: the stages, the pull ``w / |w|`` with a strength that decreases both the
+    loss and the norm (here the geometric mean of the two bounds, ``|update|``), the half-space rule
+    and the exact count. Different: saliency is the magnitude relative to the layer's mean; layers
+    whose outputs are added are not grouped together, so some dead units cannot be cut out of such a
+    network; and every layer keeps one unit.
 
     Args:
-        target: the share of units to take out; the sparsity follows from it.
-        eps: how early a group is set to zero, from 0 to below 1.
-        weight_decay: AdamW's.
+        target: the share of units to remove; it determines the sparsity.
+        eps: the threshold of the half-space rule, from 0 to below 1; higher values zero earlier.
+        weight_decay: AdamW's L2 decay.
 
     References:
         Chen et al., Only Train Once: A One-Shot Neural Network Training And Pruning Framework,
@@ -70,8 +70,8 @@ class OTOMethod(Method):
 @dataclass(eq=False)
 class _Layer:
     units: Units
-    redundant: Tensor  # being pulled to zero
-    dead: Tensor  # there, and held there
+    redundant: Tensor  # mask of units that are pulled to zero
+    dead: Tensor  # mask of units that are zero and stay zero
     before: Tensor | None = None  # the redundant units before the optimizer's step
 
 
@@ -94,7 +94,7 @@ class _HalfSpace(Run):
         for one in units:
             none = torch.zeros(len(one), dtype=torch.bool, device=one.parts[0].device)
             self._layers.append(_Layer(one, none, none.clone()))
-        optimizer.register_step_pre_hook(lambda *_: self._remember())
+        optimizer.register_step_pre_hook(lambda *_: self._save_redundant())
 
     def after_step(self) -> None:
         self._step += 1
@@ -109,9 +109,9 @@ class _HalfSpace(Run):
             self._next_period(past // self._period)
 
     def finish(self) -> None:
-        self._take_out()
+        self._zero_redundant()
         dead = {layer.units: layer.dead for layer in self._layers}
-        silence_readers(self._model, self._example, dead)
+        zero_readers(self._model, self._example, dead)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -127,7 +127,7 @@ class _HalfSpace(Run):
             layer.redundant.copy_(redundant)
             layer.dead.copy_(dead)
 
-    def _remember(self) -> None:
+    def _save_redundant(self) -> None:
         for layer in self._layers:
             if layer.redundant.any():
                 layer.before = layer.units.matrix()[layer.redundant]
@@ -136,15 +136,15 @@ class _HalfSpace(Run):
         after = layer.units.matrix()[layer.redundant]
         layer.units.set_rows(layer.redundant, half_space_step(before, after, self._method.eps))
 
-    def _take_out(self) -> None:
+    def _zero_redundant(self) -> None:
         for layer in self._layers:
             layer.dead |= layer.redundant
             layer.redundant.zero_()
             layer.units.zero(layer.dead)
 
     def _next_period(self, period: int) -> None:
-        """Take out what is redundant by now, and declare the next groups so."""
-        self._take_out()
+        """Zero the redundant groups and choose the next ones."""
+        self._zero_redundant()
         if period == _PERIODS:
             return
         scores = torch.cat([_saliency(layer) for layer in self._layers])
@@ -162,12 +162,12 @@ class _HalfSpace(Run):
 
 
 def half_space_step(w_old: Tensor, w_tilde: Tensor, eps: float) -> Tensor:
-    """The step of redundant groups, one in each row.
+    """Return the redundant groups, one in each row, after a half-space step.
 
-    With the optimizer's update ``u = w_tilde - w_old`` a group goes to
-    ``w_tilde - |u| * w_old / |w_old|``, or to zero where that is outside of its half-space.
-    Between ``-<-u, w_old> / |w_old|`` and ``|u|^2`` over the same, both the loss and the norm
-    fall; ``|u|`` is the geometric mean of the two.
+    With the optimizer's update ``u = w_tilde - w_old`` the new group is
+    ``w_tilde - |u| * w_old / |w_old|``, or zero if that is outside of the half-space. The strength
+    ``|u|`` is the geometric mean of two bounds between which the loss and the norm both decrease:
+    ``<u, w_old> / |w_old|`` and ``|u|^2`` divided by it.
     """
     length = w_old.norm(dim=1, keepdim=True)
     pull = (w_tilde - w_old).norm(dim=1, keepdim=True)
@@ -178,9 +178,9 @@ def half_space_step(w_old: Tensor, w_tilde: Tensor, eps: float) -> Tensor:
 
 
 def _saliency(layer: _Layer) -> Tensor:
-    """The root mean square of each unit in parts of the layer's mean.
+    """Return the root mean square of each unit relative to the layer's mean.
 
-    What is dead or must stay is last in the order.
+    Dead units and the layer's largest unit, which must remain, are infinite.
     """
     score = layer.units.matrix().square().mean(dim=1).sqrt()
     relative: Tensor = score / score[~layer.dead].mean()

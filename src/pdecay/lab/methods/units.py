@@ -1,6 +1,6 @@
-"""A network's units: the weights that make each output of a layer, and the layers that read it.
+"""The units of a network: the weights that compute each output of a layer, and their readers.
 
-Found by running the network once and watching its modules.
+Units are found by running the network once with module hooks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Units:
     """The output units of one layer.
 
     Args:
-        name: of the layer.
-        parts: all that makes a unit, by rows: the weight, the bias, and those of a norm that
-            follows. A unit whose rows are all zero gives zero, whatever its input.
-        last: the module that gives the units' values: the layer or the norm.
+        name: the name of the layer.
+        parts: the tensors with one row for each unit: the weight and bias of the layer and of the
+            following norm. A unit whose rows are all zero outputs zero for every input.
+        last: the module that outputs the units: the layer or the norm.
     """
 
     name: str
@@ -39,50 +39,50 @@ class Units:
 
     @torch.no_grad()
     def matrix(self) -> Tensor:
-        """A copy of all that makes the units, one row each."""
+        """Return a copy of the units' parts as a matrix with one row for each unit."""
         return torch.cat(
             [part.flatten(1) if part.ndim > 1 else part[:, None] for part in self.parts], 1
         )
 
     @torch.no_grad()
     def set_rows(self, rows: Tensor, values: Tensor) -> None:
-        """Give the units `rows` (a mask) the values of a matrix that has only these rows."""
+        """Set the units in the mask `rows` from a matrix with these rows only."""
         sizes = [part[0].numel() for part in self.parts]
         for part, piece in zip(self.parts, values.split(sizes, dim=1), strict=True):
             part[rows] = piece.reshape(-1, *part.shape[1:])
 
     @torch.no_grad()
     def zero(self, rows: Tensor) -> None:
-        """Set the units `rows` (a mask) to zero."""
+        """Set the units in the mask `rows` to zero."""
         for part in self.parts:
             part[rows] = 0.0
 
 
 def find_units(model: nn.Module, inputs: Tensor) -> list[Units]:
-    """The units of all linear and convolutional layers but those whose output is the model's.
+    """Return the units of all linear and convolutional layers except the output layer.
 
-    Left out too are layers that share their weight, as with an embedding: its rows are symbols.
-    A norm belongs to a layer if it reads the layer's output itself.
+    Layers that share their weight, such as a tied head, are excluded too. A norm belongs to a layer
+    if its input is the layer's output.
     """
     shared = _shared(model)
     maker: dict[int, nn.Module] = {}
-    kept: list[Tensor] = []  # outputs stay alive, so that no other tensor gets their id
+    alive: list[Tensor] = []  # keeps the outputs alive, so that their ids are unique
     norm_after: dict[nn.Module, nn.Module] = {}
 
-    def made(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
+    def note_output(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
         maker[id(output)] = module
-        kept.append(output)
+        alive.append(output)
 
-    def reads(module: nn.Module, given: tuple[Any, ...]) -> None:
+    def note_reader(module: nn.Module, given: tuple[Any, ...]) -> None:
         if id(given[0]) in maker:
             norm_after[maker[id(given[0])]] = module
 
     hooks = []
     for module in model.modules():
         if isinstance(module, _LAYERS):
-            hooks.append(module.register_forward_hook(made))
+            hooks.append(module.register_forward_hook(note_output))
         elif is_norm(module):
-            hooks.append(module.register_forward_pre_hook(reads))
+            hooks.append(module.register_forward_pre_hook(note_reader))
     output = _run(model, inputs, hooks)
     units = []
     for name, module in model.named_modules():
@@ -97,26 +97,27 @@ def find_units(model: nn.Module, inputs: Tensor) -> list[Units]:
 
 
 @torch.no_grad()
-def silence_readers(model: nn.Module, inputs: Tensor, dead: dict[Units, Tensor]) -> None:
-    """Zero the weights by which other layers read dead units: they multiply zeros only.
+def zero_readers(model: nn.Module, inputs: Tensor, dead: dict[Units, Tensor]) -> None:
+    """Zero the weights that multiply the zero outputs of dead units.
+
+    The outputs of the model do not change. An input feature of a layer comes from dead units only
+    if it is zero, and becomes NaN when the outputs of the dead units are replaced by NaN. The sum
+    of a dead and a live unit is not zero, so its readers are not changed.
 
     Args:
-        model: the model; what it computes stays as it is.
+        model: the model.
         inputs: an example.
-        dead: for each layer's units a mask of those that are zero.
-
-    A layer's input is a dead unit's if it is zero, and becomes not-a-number when that unit's
-    output is made so. A sum of a dead unit and a live one is not zero, and is left alone.
+        dead: the masks of the dead units by layer.
     """
     shared = _shared(model)
     zero: dict[nn.Module, Tensor] = {}
-    touched: dict[nn.Module, Tensor] = {}
+    tainted: dict[nn.Module, Tensor] = {}
 
-    def look(module: nn.Module, given: tuple[Any, ...]) -> None:
+    def find_zeros(module: nn.Module, given: tuple[Any, ...]) -> None:
         zero[module] = _over_features(module, given[0] == 0).all(0)
 
-    def look_and_heal(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        touched[module] = _over_features(module, given[0].isnan()).all(0)
+    def find_nan(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        tainted[module] = _over_features(module, given[0].isnan()).all(0)
         return (given[0].nan_to_num(), *given[1:])
 
     readers = [
@@ -126,29 +127,29 @@ def silence_readers(model: nn.Module, inputs: Tensor, dead: dict[Units, Tensor])
         and module not in shared
         and getattr(module, "groups", 1) == 1
     ]
-    _run(model, inputs, [module.register_forward_pre_hook(look) for module in readers])
-    poisons = [units.last.register_forward_hook(_poison(mask)) for units, mask in dead.items()]
+    _run(model, inputs, [module.register_forward_pre_hook(find_zeros) for module in readers])
+    hooks = [units.last.register_forward_hook(_nan_outputs(mask)) for units, mask in dead.items()]
     _run(
         model,
         inputs,
-        poisons + [module.register_forward_pre_hook(look_and_heal) for module in readers],
+        hooks + [module.register_forward_pre_hook(find_nan) for module in readers],
     )
     for module in readers:
         if module in zero:
-            module.weight[:, zero[module] & touched[module]] = 0.0
+            module.weight[:, zero[module] & tainted[module]] = 0.0
 
 
-def _poison(mask: Tensor) -> Callable[..., Tensor]:
+def _nan_outputs(mask: Tensor) -> Callable[..., Tensor]:
     def hook(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
-        spoiled = output.clone()
-        spoiled.movedim(_feature_dim(module, output), -1)[..., mask] = torch.nan
-        return spoiled
+        changed = output.clone()
+        changed.movedim(_feature_dim(module, output), -1)[..., mask] = torch.nan
+        return changed
 
     return hook
 
 
 def _over_features(module: nn.Module, values: Tensor) -> Tensor:
-    """As a matrix with one column for each input feature of a layer."""
+    """Reshape to a matrix with one column for each input feature of a layer."""
     moved = values.movedim(_feature_dim(module, values), -1)
     return moved.reshape(-1, moved.shape[-1])
 
@@ -158,7 +159,7 @@ def _feature_dim(module: nn.Module, values: Tensor) -> int:
 
 
 def _shared(model: nn.Module) -> set[nn.Module]:
-    """The modules that hold a parameter which another module holds too."""
+    """Return the modules that share a parameter with another module."""
     shared: set[nn.Module] = set()
     for _, owners in owners_of(model):
         if len({id(module) for _, module in owners}) > 1:
@@ -168,7 +169,7 @@ def _shared(model: nn.Module) -> set[nn.Module]:
 
 @torch.no_grad()
 def _run(model: nn.Module, inputs: Tensor, hooks: list[RemovableHandle]) -> Tensor:
-    """The model's output in evaluation mode; takes the hooks off again."""
+    """Return the output in evaluation mode, and remove the hooks."""
     try:
         with evaluating(model):
             output: Tensor = model(inputs)

@@ -29,7 +29,7 @@ from pdecay.lab.sweep.storage import open_storage
 from pdecay.lab.sweep.study import StudyError, SweepStudy
 from pdecay.lab.sweep.view import View
 from pdecay.lab.sweep.worker import Job, work
-from pdecay.lab.tasks import task
+from pdecay.lab.tasks import get_task
 from pdecay.lab.train.records import Record
 
 ERRORS = "errors.txt"
@@ -96,7 +96,7 @@ def sweep(
         SweepError: the workers cannot run.
         SweepStoppedError: interrupted; the workers have written checkpoints.
     """
-    _ = task(plan.task, plan.scale).stream  # report missing data before anything else
+    _ = get_task(plan.task, plan.scale).stream  # report missing data before anything else
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     job = Job(

@@ -1,10 +1,11 @@
-"""What a run leaves behind: one JSON object a line, with all that is needed to judge and repeat it.
+"""The records of runs: JSON lines with everything needed to judge and repeat a run.
 
     {"schema": 1, "id": "1f0c...", "settings": {...}, "result": {...}, "curve": [...],
      "status": "ok", "environment": {...}, "timing": {...}}
 
-`id` is made of the settings alone. Two runs are the same where all but `environment` and `timing`
-is equal, to the last bit. Numbers that are not finite are null.
+The id is a hash of the settings. Repeating a run changes `environment` and `timing` only. Numbers
+that are not finite are null. In the result, `accuracy` is on the validation split and
+`test_accuracy` on the test split; records from before the three-way split have no `test_accuracy`.
 """
 
 from __future__ import annotations
@@ -20,54 +21,45 @@ from pdecay._utils.files import replacing
 SCHEMA = 1
 
 Record = dict[str, Any]
+_Fields = Mapping[str, tuple[type, ...]]
 
 _NUMBER, _WHOLE = (int, float), (int,)
 _NUMBER_OR_NULL, _WHOLE_OR_NULL = (int, float, type(None)), (int, type(None))
-_SETTINGS = {
-    "task": (str,),
-    "scale": (str,),
-    "method": (str,),
+_SETTINGS: _Fields = {
+    **dict.fromkeys(("task", "scale", "method"), (str,)),
     "seed": _WHOLE,
     "lr": _NUMBER,
     "steps": _WHOLE,
     "options": (dict,),
 }
-_RESULT = {
-    "accuracy": _NUMBER_OR_NULL,
-    "loss": _NUMBER_OR_NULL,
-    "sparsity": _NUMBER_OR_NULL,
-    "tradeoff": _NUMBER_OR_NULL,
-    "total_sparsity": _NUMBER_OR_NULL,
+_RESULT: _Fields = {
+    **dict.fromkeys(
+        ("accuracy", "loss", "sparsity", "tradeoff", "total_sparsity"), _NUMBER_OR_NULL
+    ),
     "weights": _WHOLE_OR_NULL,
     "layers": (list,),
 }
-_LAYER = {"name": (str,), "shape": (list,), "size": _WHOLE, "zeros": _WHOLE}
-_POINT = {
+_OPTIONAL: _Fields = {"test_accuracy": _NUMBER_OR_NULL}
+_LAYER: _Fields = {"name": (str,), "shape": (list,), "size": _WHOLE, "zeros": _WHOLE}
+_POINT: _Fields = {
     "step": _WHOLE,
     "lr": _NUMBER,
-    "train_loss": _NUMBER_OR_NULL,
-    "accuracy": _NUMBER_OR_NULL,
-    "loss": _NUMBER_OR_NULL,
-    "sparsity": _NUMBER_OR_NULL,
+    **dict.fromkeys(("train_loss", "accuracy", "loss", "sparsity"), _NUMBER_OR_NULL),
 }
-_RECORD = {
-    "id": (str,),
-    "settings": (dict,),
-    "result": (dict,),
+_RECORD: _Fields = {
+    **dict.fromkeys(("id", "status"), (str,)),
+    **dict.fromkeys(("settings", "result", "environment", "timing"), (dict,)),
     "curve": (list,),
-    "status": (str,),
-    "environment": (dict,),
-    "timing": (dict,),
 }
 _STATUS = ("ok", "diverged")
 
 
 class RecordError(Exception):
-    """Records cannot be read or written; the message says which, why and what to do."""
+    """Records that cannot be read or written. The message says which, why and what to do."""
 
 
 def run_id(settings: Mapping[str, Any]) -> str:
-    """16 hex digits that are the same for the same settings, on every machine.
+    """Return 16 hex digits that depend on the settings only.
 
     Example:
         >>> run_id({"task": "digits", "seed": 0}) == run_id({"seed": 0, "task": "digits"})
@@ -78,26 +70,26 @@ def run_id(settings: Mapping[str, Any]) -> str:
 
 
 def tradeoff(accuracy: float, sparsity: float) -> float:
-    """The paper's metric: accuracy in percent + sparsity from 0 to 1.
+    """Return the paper's metric: accuracy in percent + sparsity from 0 to 1.
 
-    One point of accuracy weighs as much as all the weights.
+    One point of accuracy counts as much as all the weights.
     """
     return accuracy + sparsity
 
 
 def essence(record: Mapping[str, Any]) -> Record:
-    """What of a record is the same when the run is repeated: all but where and when it ran."""
+    """Return the reproducible part of a record: all but the environment and the timing."""
     return {key: value for key, value in record.items() if key not in ("environment", "timing")}
 
 
 def read(paths: str | Path | Iterable[str | Path]) -> list[Record]:
-    """All records of some files, and of the ``*.jsonl`` files anywhere in some folders.
+    """Read the records of files, and of all ``*.jsonl`` files in folders and their subfolders.
 
-    Runs that are the same are given once: a sweep keeps each record beside its run and in its
-    list of all.
+    Equal runs are returned once, because a sweep writes each record twice: beside its run and in
+    the list of all records.
 
     Raises:
-        RecordError: a file is missing, or holds something that is no record.
+        RecordError: a file is missing, or a line is not a valid record.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     found: dict[str, Record] = {}
@@ -108,12 +100,12 @@ def read(paths: str | Path | Iterable[str | Path]) -> list[Record]:
 
 
 def write(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write records, one a line, in place of what is there: all of them or, if killed, none."""
+    """Replace a file by records, one a line. The file is never partially written."""
     lines = []
-    for place, record in enumerate(records, start=1):
+    for number, record in enumerate(records, start=1):
         problem = _problem(record)
         if problem:
-            raise RecordError(f"{path}, line {place}: not written, {problem}")
+            raise RecordError(f"{path}, line {number}: not written, {problem}")
         lines.append(json.dumps(record, allow_nan=False) + "\n")
     with replacing(Path(path)) as file:
         file.write("".join(lines).encode())
@@ -122,21 +114,18 @@ def write(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
 def _files(paths: Iterable[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            inside = sorted(path.rglob("*.jsonl"))
-            if not inside:
-                raise RecordError(
-                    f"{path} has no records (*.jsonl) in it: give the folder that pdecay train or "
-                    "pdecay sweep wrote to with --out, once a run there has finished"
-                )
-            files += inside
-        elif path.exists():
-            files.append(path)
-        else:
+        if not path.exists():
             raise RecordError(
-                f"{path} does not exist: give a file of records, or a folder that pdecay train or "
-                "pdecay sweep wrote to with --out"
+                f"{path} does not exist: give a file of records, or the --out folder of pdecay "
+                "train or pdecay sweep"
             )
+        found = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+        if not found:
+            raise RecordError(
+                f"{path} has no records (*.jsonl) in it: give the --out folder of pdecay train or "
+                "pdecay sweep after a run has finished"
+            )
+        files += found
     return list(dict.fromkeys(files))
 
 
@@ -148,34 +137,34 @@ def _read_file(path: Path) -> list[Record]:
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     records = []
-    for place, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line, parse_constant=_refuse)
         except ValueError as error:
             raise RecordError(
-                f"{path}, line {place} is not JSON ({error}): it was cut short or altered; take "
-                "the line out, or run it again"
+                f"{path}, line {number} is not JSON ({error}): it was truncated or altered; remove "
+                "the line, or repeat the run"
             ) from None
         problem = _problem(record)
         if problem:
-            raise RecordError(f"{path}, line {place}: {problem}")
+            raise RecordError(f"{path}, line {number}: {problem}")
         records.append(record)
     return records
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _problem(record: object) -> str:
-    """What is wrong with a record and what to do; empty if nothing is."""
+    """Return the first problem of a record and its remedy, or an empty string."""
     if not isinstance(record, Mapping) or "schema" not in record:
-        return "this is no pdecay record; take it out of the folder, or name the files that are"
+        return "this is not a pdecay record; move the file, or name the files to read"
     schema = record["schema"]
     if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
-        return f"schema must be a whole number >= 1, got {schema!r}; take the line out"
+        return f"schema must be a whole number >= 1, got {schema!r}; remove the line"
     if schema > SCHEMA:
         return (
             f"schema {schema} was written by a newer pdecay (this one reads up to {SCHEMA}): "
@@ -185,32 +174,35 @@ def _problem(record: object) -> str:
         _mismatch("record", record, _RECORD)
         or _mismatch("settings", record["settings"], _SETTINGS)
         or _mismatch("result", record["result"], _RESULT)
+        or _mismatch("result", record["result"], _OPTIONAL, optional=True)
         or _first("result.layers", record["result"]["layers"], _LAYER)
         or _first("curve", record["curve"], _POINT)
     )
     if wrong:
-        return f"{wrong}; the line was altered: take it out, or run it again"
+        return f"{wrong}; the line was altered: remove it, or repeat the run"
     if record["status"] not in _STATUS:
         return f"status must be one of {', '.join(_STATUS)}, got {record['status']!r}"
     expected = run_id(record["settings"])
     if record["id"] != expected:
         return (
-            f"id {record['id']!r} is not that of its settings ({expected!r}); one of them was "
-            "altered: take the line out, or run it again"
+            f"id {record['id']!r} does not match its settings ({expected!r}); the line was "
+            "altered: remove it, or repeat the run"
         )
     return ""
 
 
-def _first(where: str, items: list[object], fields: Mapping[str, tuple[type, ...]]) -> str:
+def _first(where: str, items: list[object], fields: _Fields) -> str:
     problems = (_mismatch(f"{where}[{k}]", item, fields) for k, item in enumerate(items))
     return next(filter(None, problems), "")
 
 
-def _mismatch(where: str, value: object, fields: Mapping[str, tuple[type, ...]]) -> str:
+def _mismatch(where: str, value: object, fields: _Fields, optional: bool = False) -> str:
     if not isinstance(value, Mapping):
         return f"{where} must be an object, got {value!r}"
     for name, kinds in fields.items():
         if name not in value:
+            if optional:
+                continue
             return f"{where} lacks {name!r}"
         found = value[name]
         if not isinstance(found, kinds) or isinstance(found, bool):

@@ -1,15 +1,14 @@
-"""Train a task with a method: a run that may be killed at any moment, and goes on to the last bit.
+"""Train one run in a folder, with checkpoints, and write its record.
 
     settings = Settings.of("digits", "padam", scale="quick", p=0.8, lam=0.03)
     record = train(settings, Path("runs/first"))
 
-What a step does depends on the settings, its number and what the checkpoint holds, and on nothing
-else: batches and dropout are functions of the seed and of the step's number.
+A run that was killed at any time continues from its checkpoint with bit-identical results, as long
+as the threads, the device and the kernel are the same. The loop is in :mod:`pdecay.lab.train.loop`.
 """
 
 from __future__ import annotations
 
-import functools
 import pickle
 import platform
 import time
@@ -25,13 +24,12 @@ from pdecay._core.validation import check_count
 from pdecay._optim.attachment import is_decaying
 from pdecay._optim.kernels.selection import kernel_for
 from pdecay._utils.files import LockedError, lock, remove_unfinished, replacing
-from pdecay.lab.bench import steps as bench
-from pdecay.lab.tasks import Task, task
+from pdecay.lab import machine
+from pdecay.lab.tasks import cached_task
 from pdecay.lab.train import records
+from pdecay.lab.train.loop import Trainer
 from pdecay.lab.train.records import Record
-from pdecay.lab.train.session import Session
-from pdecay.lab.train.settings import Settings
-from pdecay.lab.train.threads import threads_of
+from pdecay.lab.train.run_settings import Settings
 
 __all__ = ["Progress", "RunError", "Settings", "StoppedError", "train"]
 
@@ -39,24 +37,32 @@ CHECKPOINT, RECORD, WEIGHTS = "checkpoint.pt", "record.jsonl", "weights.pt"
 
 
 class RunError(Exception):
-    """A folder cannot be trained in; the message says why and what to do."""
+    """A run that cannot start or resume in its folder. The message says why and what to do."""
 
 
 class StoppedError(Exception):
-    """The run was asked to stop, and can go on from the checkpoint that it has written."""
+    """A run that was asked to stop. It can resume from its checkpoint."""
 
 
 class Progress(Protocol):
-    """What is told while a run goes on."""
+    """Callbacks that report the progress of a run."""
 
     def begin(self, settings: Settings, step: int) -> None:
-        """The training starts (at step 0) or goes on."""
+        """Report that training starts at step 0 or resumes at a later step."""
 
     def step(self, step: int, loss: float) -> None:
-        """So many steps are done; the loss before the last of them."""
+        """Report the number of completed steps and the last training loss."""
 
     def point(self, point: Mapping[str, Any]) -> None:
-        """The model was evaluated: a point of the record's curve."""
+        """Report an evaluation: a point of the record's curve."""
+
+
+class _Silent:
+    """Progress callbacks that report nothing."""
+
+    def begin(self, settings: Settings, step: int) -> None: ...
+    def step(self, step: int, loss: float) -> None: ...
+    def point(self, point: Mapping[str, Any]) -> None: ...
 
 
 def train(
@@ -69,22 +75,23 @@ def train(
     progress: Progress | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Record:
-    """Train in a folder, go on with what is there, or give the record if all is done.
+    """Start or resume a run in a folder, or return its record if it is finished.
 
     Args:
-        settings: what to train.
-        folder: gets the checkpoint, and in the end the record and the weights.
-        device: where; the CPU by default. A run stays on the device that it started on.
-        threads: of torch; as many as it has now by default. A run keeps the number that it
-            started with, as sums differ in the last bits.
-        checkpoint_every: so many seconds.
-        progress: is told how it goes.
-        stop: asked after every step; when it says so, a checkpoint is written.
+        settings: the run.
+        folder: the folder for the checkpoint, and finally the record and the weights.
+        device: the device, the CPU by default. A run cannot change its device.
+        threads: the number of torch's threads, by default the current number. A run cannot change
+            it, because sums in another order differ in the last bits.
+        checkpoint_every: the seconds between checkpoints.
+        progress: callbacks.
+        stop: called after every step; if it returns true, a checkpoint is written and the run
+            stops.
 
     Raises:
-        RunError: the folder has a run of other settings, another process is at work in it, or its
+        RunError: the folder has a run with other settings, another process trains in it, or its
             checkpoint is damaged.
-        StoppedError: `stop` said so.
+        StoppedError: `stop` returned true.
     """
     if threads is not None:
         check_count("threads", threads)
@@ -94,160 +101,135 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with lock(folder):
-            finished = _finished(settings, folder)
-            if finished is None:
+            record = _finished(settings, folder)
+            if record is None:
                 remove_unfinished(folder)
-                run = _Run(settings, folder, device, threads, checkpoint_every)
-                finished = run.complete(progress, stop)
+                record = _train(
+                    settings, folder, device, threads, checkpoint_every, progress or _Silent(), stop
+                )
             (folder / CHECKPOINT).unlink(missing_ok=True)
-            return finished
+            return record
     except LockedError as error:
         raise RunError(str(error)) from error  # the cause tells callers that they may retry
 
 
-class _Run:
-    """One process's part in a run, from a checkpoint or from the start."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        folder: Path,
-        device: str | None,
-        threads: int | None,
-        checkpoint_every: float,
-    ) -> None:
-        self.settings, self.folder, self.checkpoint_every = settings, folder, checkpoint_every
-        self.saved = _load(folder / CHECKPOINT, settings)
-        kept = self.saved or {}
-        self.device = _kept(folder, "device", device, kept.get("device"), "cpu")
-        self.threads = _kept(
-            folder, "threads", threads, kept.get("threads"), torch.get_num_threads()
+def _train(
+    settings: Settings,
+    folder: Path,
+    device: str | None,
+    threads: int | None,
+    checkpoint_every: float,
+    progress: Progress,
+    stop: Callable[[], bool],
+) -> Record:
+    saved = _load_checkpoint(folder / CHECKPOINT, settings)
+    history = _history(folder, saved, device, threads)
+    began = time.monotonic() - history["seconds"]
+    with torch.random.fork_rng(), machine.use_threads(history["threads"]):
+        trainer = Trainer(
+            cached_task(settings.task, settings.scale, history["device"]),
+            settings.build(),
+            seed=settings.seed,
+            lr=settings.lr,
+            steps=settings.steps,
         )
-        self.started = kept.get("started", _now())
-        self.seconds = kept.get("seconds", 0.0)
-        self.resumed = kept["resumed"] + 1 if kept else 0
-        self.environments: list[dict[str, Any]] = kept.get("environments", [])
-        self.began = time.monotonic()
+        _add_environment(history, trainer.optimizer, folder)
+        if saved is not None:
+            trainer.load_state_dict(saved["trainer"])
+            saved = None  # frees the memory of a second model and its moments
+        progress.begin(settings, trainer.step)
+        last_checkpoint = time.monotonic()
+        for loss in trainer.train(progress.point):
+            progress.step(trainer.step, loss)
+            stopping = stop() and not trainer.done
+            if stopping or time.monotonic() - last_checkpoint >= checkpoint_every:
+                history["seconds"] = time.monotonic() - began
+                state = {"settings": settings.to_dict(), "trainer": trainer.state_dict()}
+                with replacing(folder / CHECKPOINT) as file:
+                    torch.save({**state, "history": history}, file)
+                last_checkpoint = time.monotonic()
+            if stopping:
+                raise StoppedError(f"stopped at step {trainer.step} of {trainer.steps}")
+        result = trainer.finish()
+    progress.point(trainer.curve[-1])
+    with replacing(folder / WEIGHTS) as file:
+        torch.save(trainer.model.state_dict(), file)
+    *before, environment = history["environments"]
+    record = {
+        "schema": records.SCHEMA,
+        "id": settings.id,
+        "settings": settings.to_dict(),
+        "result": result,
+        "curve": trainer.curve,
+        "status": "diverged" if trainer.diverged else "ok",
+        "environment": {**environment, "before": before} if before else environment,
+        "timing": {
+            "started": history["started"],
+            "finished": _now(),
+            "seconds": round(time.monotonic() - began, 3),
+            "resumed": history["resumed"],
+        },
+    }
+    records.write(folder / RECORD, [record])
+    return record
 
-    def complete(self, progress: Progress | None, stop: Callable[[], bool]) -> Record:
-        settings = self.settings
-        with torch.random.fork_rng(), threads_of(self.threads):
-            session = Session(
-                _job(settings.task, settings.scale, self.device),
-                settings.build(),
-                seed=settings.seed,
-                lr=settings.lr,
-                steps=settings.steps,
-            )
-            self._enter(session.run.optimizer)
-            if self.saved is not None:
-                session.load_state_dict(self.saved["session"])
-                self.saved = None  # the memory of a second model and its moments
-            if progress is not None:
-                progress.begin(settings, session.step)
-            self._walk(session, progress, stop)
-            result = session.finish()
-        if progress is not None:
-            progress.point(session.curve[-1])
-        with replacing(self.folder / WEIGHTS) as file:
-            torch.save(session.model.state_dict(), file)
-        record = self._record(session, result)
-        records.write(self.folder / RECORD, [record])
-        return record
 
-    def _enter(self, optimizer: Optimizer) -> None:
-        """Note where we are; on another machine a run goes on, but no longer to the last bit."""
-        here = _environment(optimizer, self.device, self.threads)
-        if self.environments and self.environments[-1]["kernel"] != here["kernel"]:
-            raise RunError(
-                f"the run in {self.folder} took its steps by {self.environments[-1]['kernel']} and "
-                f"would take them by {here['kernel']} now, with other last bits: see what the "
-                "warning says of the C kernel, or delete the folder to start again"
-            )
-        if not self.environments or self.environments[-1] != here:
-            self.environments.append(here)
-
-    def _walk(self, session: Session, progress: Progress | None, stop: Callable[[], bool]) -> None:
-        last_save = time.monotonic()
-        while not session.done:
-            if session.at_a_mark:
-                point = session.add_point()
-                if progress is not None:
-                    progress.point(point)
-                if session.diverged:
-                    return
-            loss = session.advance()
-            if progress is not None:
-                progress.step(session.step, loss)
-            asked = stop() and not session.done
-            if asked or time.monotonic() - last_save >= self.checkpoint_every:
-                self._save(session)
-                last_save = time.monotonic()
-            if asked:
-                raise StoppedError(f"stopped at step {session.step} of {session.steps}")
-
-    def _save(self, session: Session) -> None:
-        if session.diverged:
-            return  # the step before it is what leads there again
-        state = {
-            "settings": self.settings.to_dict(),
-            "device": self.device,
-            "threads": self.threads,
-            "started": self.started,
-            "seconds": self._seconds(),
-            "resumed": self.resumed,
-            "environments": self.environments,
-            "session": session.state_dict(),
-        }
-        with replacing(self.folder / CHECKPOINT) as file:
-            torch.save(state, file)
-
-    def _seconds(self) -> float:
-        return float(self.seconds + time.monotonic() - self.began)
-
-    def _record(self, session: Session, result: dict[str, Any]) -> Record:
-        *before, environment = self.environments
+def _history(
+    folder: Path, saved: dict[str, Any] | None, device: str | None, threads: int | None
+) -> dict[str, Any]:
+    """Return the facts about a run that outlive its processes; a resumed run must match them."""
+    if saved is None:
         return {
-            "schema": records.SCHEMA,
-            "id": self.settings.id,
-            "settings": self.settings.to_dict(),
-            "result": result,
-            "curve": session.curve,
-            "status": "diverged" if session.diverged else "ok",
-            "environment": {**environment, "before": before} if before else environment,
-            "timing": {
-                "started": self.started,
-                "finished": _now(),
-                "seconds": round(self._seconds(), 3),
-                "resumed": self.resumed,
-            },
+            "device": "cpu" if device is None else device,
+            "threads": torch.get_num_threads() if threads is None else threads,
+            "started": _now(),
+            "seconds": 0.0,
+            "resumed": 0,
+            "environments": [],
         }
+    history: dict[str, Any] = saved["history"]
+    for name, asked in (("device", device), ("threads", threads)):
+        if asked is not None and asked != history[name]:
+            raise RunError(
+                f"the run in {folder} was started with {name}={history[name]!r}; resume with "
+                f"{name}={history[name]!r}, not {asked!r}, for bit-identical results, or choose "
+                "another folder"
+            )
+    return {**history, "resumed": history["resumed"] + 1}
 
 
-def _environment(optimizer: Optimizer, device: str, threads: int) -> dict[str, Any]:
-    machine = bench.machine()
-    return {
-        "pdecay": machine["pdecay"],
-        "torch": str(machine["torch"]),  # a subclass of str, which no checkpoint may hold
+def _add_environment(history: dict[str, Any], optimizer: Optimizer, folder: Path) -> None:
+    """Add the environment to the run's history if it has changed.
+
+    A run may resume on another machine, though not bit-identically. Another kernel is an error.
+    """
+    described = machine.describe()
+    here = {
+        "pdecay": described["pdecay"],
+        "torch": described["torch"],
         "python": platform.python_version(),
-        "platform": machine["system"],
-        "processor": machine["processor"],
-        "threads": threads,
-        "device": device,
+        "platform": described["system"],
+        "processor": described["processor"],
+        "threads": history["threads"],
+        "device": history["device"],
         "kernel": _kernel(optimizer),
     }
+    environments = history["environments"]
+    if environments and environments[-1]["kernel"] != here["kernel"]:
+        raise RunError(
+            f"the run in {folder} used the kernel {environments[-1]['kernel']!r}, but only "
+            f"{here['kernel']!r} is available now, which differs in the last bits: see the warning "
+            "about the C kernel, or delete the folder to start again"
+        )
+    if not environments or environments[-1] != here:
+        environments.append(here)
 
 
 def _kernel(optimizer: Optimizer) -> str:
-    """By which of pdecay's ways the steps go; they agree to about 1e-6, not to the last bit."""
+    """Return the name of the decay kernel; kernels agree to about 1e-6, not bit by bit."""
     group = optimizer.param_groups[0]
     path = kernel_for(group["params"][0], group.get("fused")) if is_decaying(optimizer) else None
     return "torch" if path is None else path.__name__.rpartition(".")[2]
-
-
-@functools.lru_cache(maxsize=1)  # a sweep's next run has the same task: its data are read once
-def _job(name: str, scale: str, device: str) -> Task:
-    return task(name, scale, device=device)
 
 
 def _finished(settings: Settings, folder: Path) -> Record | None:
@@ -259,50 +241,38 @@ def _finished(settings: Settings, folder: Path) -> Record | None:
     return record
 
 
-def _load(path: Path, settings: Settings) -> dict[str, Any] | None:
+def _load_checkpoint(path: Path, settings: Settings) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        there = saved["settings"]
+        found, _, _ = saved["settings"], saved["trainer"], saved["history"]
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
-        reason = "it has more in it than numbers and tensors"
+        reason = "it holds more than numbers and tensors"
         if not isinstance(error, pickle.UnpicklingError):
             reason = str(error).partition("\n")[0]
         raise RunError(
-            f"{path} is no checkpoint of a run ({reason}): it was altered or cut short; delete "
-            "it to start the run again"
+            f"{path} is not a checkpoint of a run ({reason}): it was altered, truncated or written "
+            "by another version; delete it to start the run again"
         ) from None
-    _check_same(path.parent, there, settings)
+    _check_same(path.parent, found, settings)
     return saved
 
 
-def _check_same(folder: Path, there: Mapping[str, Any], settings: Settings) -> None:
+def _check_same(folder: Path, found: Mapping[str, Any], settings: Settings) -> None:
     asked = settings.to_dict()
-    if there == asked:
+    if found == asked:
         return
-    flat_there, flat_asked = ({**one, **one["options"]} for one in (there, asked))
+    flat_found, flat_asked = ({**one, **one["options"]} for one in (found, asked))
     differing = [
-        f"{name} is {flat_there.get(name)!r} there and {flat_asked.get(name)!r} here"
-        for name in dict.fromkeys([*flat_there, *flat_asked])
-        if name != "options" and flat_there.get(name) != flat_asked.get(name)
+        f"{name} is {flat_found.get(name)!r} there and {flat_asked.get(name)!r} here"
+        for name in dict.fromkeys([*flat_found, *flat_asked])
+        if name != "options" and flat_found.get(name) != flat_asked.get(name)
     ]
     raise RunError(
-        f"{folder} has a run of other settings ({'; '.join(differing)}): choose another folder, "
+        f"{folder} has a run with other settings ({'; '.join(differing)}): choose another folder, "
         "or delete that one"
     )
-
-
-def _kept(folder: Path, name: str, asked: Any, kept: Any, default: Any) -> Any:
-    """How a run was started is how it goes on, and whoever asks for another way is told."""
-    if kept is None:
-        return default if asked is None else asked
-    if asked is not None and asked != kept:
-        raise RunError(
-            f"the run in {folder} started with {name} {kept!r}, and goes on to the last bit only "
-            f"so: ask for {kept!r}, not {asked!r}, or choose another folder"
-        )
-    return kept
 
 
 def _check_device(device: str) -> None:

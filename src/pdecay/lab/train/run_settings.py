@@ -1,4 +1,4 @@
-"""All that decides what a run does, checked when it is put together."""
+"""The settings of a run: task, scale, method, seed, learning rate, steps and method options."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from pdecay._core.validation import check_count, check_number
 from pdecay.lab import methods
 from pdecay.lab.methods import Method
-from pdecay.lab.tasks import task
+from pdecay.lab.tasks import get_task
 from pdecay.lab.train import records
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides what a run does; wrong ones are an error when they are made.
+    """Everything that determines the result of a run. Invalid settings raise an error.
 
-    `options` are the method's own; those that are not given are filled in, so that equal runs
-    have equal settings. :meth:`of` fills in the rest too.
+    Options of the method that are not given are filled in with the method's defaults, so that
+    equal runs have equal settings. :meth:`of` also fills in the task's defaults.
     """
 
     task: str
@@ -33,7 +33,7 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        task(self.task, self.scale)
+        get_task(self.task, self.scale)  # raises for unknown names
         check_count("seed", self.seed, least=0)
         check_count("steps", self.steps)
         lr = check_number("lr", self.lr)
@@ -45,7 +45,7 @@ class Settings:
     @classmethod
     def of(
         cls,
-        task_name: str,
+        task: str,
         method: str,
         *,
         scale: str = "cpu",
@@ -54,41 +54,35 @@ class Settings:
         steps: int | None = None,
         **options: Any,
     ) -> Settings:
-        """Settings with the task's own learning rate and steps, and the method's own options.
+        """Return settings with the task's learning rate and steps as defaults.
 
         Example:
             >>> settings = Settings.of("digits", "padam", lam=0.02)
             >>> settings.lr, settings.steps, settings.options
             (0.003, 3000, {'p': 0.8, 'lam': 0.02})
         """
-        job = task(task_name, scale)
-        return cls(
-            task_name,
-            scale,
-            method,
-            seed,
-            job.lr if lr is None else lr,
-            job.steps if steps is None else steps,
-            options,
-        )
+        recipe = get_task(task, scale)
+        lr = recipe.lr if lr is None else lr
+        steps = recipe.steps if steps is None else steps
+        return cls(task, scale, method, seed, lr, steps, options)
 
     @property
     def id(self) -> str:
-        """The record's id."""
+        """The id of the run's record."""
         return records.run_id(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """The record's settings."""
+        """Return the settings as a record has them."""
         plain = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         return {**plain, "options": dict(self.options)}
 
     def build(self) -> Method:
-        """The method with its options."""
+        """Return the method with its options."""
         return methods.find(self.method)(**self.options)
 
 
 def _full_options(method_name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The method's options with its own defaults, in the types that it declares."""
+    """Check options, convert them to the declared types and add the method's defaults."""
     method = methods.find(method_name)
     known = methods.options_of(method)
     unknown = [name for name in given if name not in known]
@@ -105,7 +99,7 @@ def _full_options(method_name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_declared(name: str, value: object, kind: object) -> object:
-    """A number as a float where a float is declared: 1 and 1.0 are the same setting."""
+    """Convert integers to declared floats, because 1 and 1.0 are the same setting."""
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, str | bool | int | float | None):

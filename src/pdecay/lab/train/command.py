@@ -1,4 +1,4 @@
-"""``pdecay train``: trains one run, and shows how it goes and what came out."""
+"""``pdecay train``: train one run, show its progress and its result."""
 
 from __future__ import annotations
 
@@ -31,57 +31,53 @@ from pdecay.lab.train.training import (
     train,
 )
 
-_SMOOTHING = 0.95  # of the loss that the bar shows: one batch's alone jumps about
+_SMOOTHING = 0.95  # of the displayed loss, because the loss of single batches is noisy
 
 
-def run(settings: Settings, out: Path, console: Console, **options: Any) -> int:
-    """Train, show and write one run; the command's exit code.
+def train_and_show(settings: Settings, out: Path, console: Console, **options: Any) -> int:
+    """Train a run, show it and return the exit code of the command.
 
     Args:
-        settings: what to train.
-        out: the folder.
-        console: where to show it.
-        options: of :func:`pdecay.lab.train.training.train`.
+        settings: the run.
+        out: its folder.
+        console: the console to print to.
+        options: further arguments of :func:`pdecay.lab.train.training.train`.
     """
-    done_before = (out / RECORD).exists()
+    finished_before = (out / RECORD).exists()
 
     def notify() -> None:
-        _say(console, "stopping after this step, with a checkpoint; once more to stop at once")
+        _print(console, "stopping after this step with a checkpoint; repeat to stop at once")
 
-    with stop_requests(notify) as stop, _watch(console) as progress:
-        try:
+    try:
+        with stop_requests(notify) as stop, _progress(console) as progress:
             record = train(settings, out, progress=progress, stop=stop, **options)
-        except StoppedError as error:
-            stopped = str(error)
-        else:
-            stopped = ""
-    if stopped:
-        _say(console, f"{stopped}; to go on, run the same command again.")
-        _files(console, out, {"checkpoint": CHECKPOINT})
+    except StoppedError as error:
+        _print(console, f"{error}; to continue, run the same command again.")
+        _print_files(console, out, {"checkpoint": CHECKPOINT})
         return 130
-    if done_before:
-        _open(console, settings)
-        _say(console, "This run was done before; here is what it gave.")
-    _show(console, record)
-    _files(console, out, {"record": RECORD, "weights": WEIGHTS})
+    if finished_before:
+        _print_settings(console, settings)
+        _print(console, "This run was already finished. Its result:")
+    _print_result(console, record)
+    _print_files(console, out, {"record": RECORD, "weights": WEIGHTS})
     return 0
 
 
 class _Lines:
-    """A line for each evaluation, where the output is no terminal."""
+    """Progress as one line for each evaluation, for output that is not a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def begin(self, settings: Settings, step: int) -> None:
-        _open(self._console, settings, step)
+        _print_settings(self._console, settings, step)
         self._steps = settings.steps
 
     def step(self, step: int, loss: float) -> None:
         pass
 
     def point(self, point: Mapping[str, Any]) -> None:
-        _say(
+        _print(
             self._console,
             f"step {point['step']:>{len(str(self._steps))}}/{self._steps}  "
             f"loss {_number(point['train_loss'], '.4f')}  "
@@ -91,16 +87,16 @@ class _Lines:
 
 
 class _Bar:
-    """A bar with the loss, the accuracy and the share of zeros."""
+    """Progress as a bar with the loss, the accuracy and the share of zeros."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._loss: float | None = None
 
     def begin(self, settings: Settings, step: int) -> None:
-        _open(self._progress.console, settings, step)
+        _print_settings(self._progress.console, settings, step)
         self._task = self._progress.add_task(
-            "", total=settings.steps, completed=step, loss="", judged=""
+            "", total=settings.steps, completed=step, loss="", evaluation=""
         )
 
     def step(self, step: int, loss: float) -> None:
@@ -110,11 +106,11 @@ class _Bar:
 
     def point(self, point: Mapping[str, Any]) -> None:
         accuracy, zeros = _number(point["accuracy"], ".2f"), _number(point["sparsity"], ".2%")
-        self._progress.update(self._task, judged=f"accuracy {accuracy} %  zeros {zeros}")
+        self._progress.update(self._task, evaluation=f"accuracy {accuracy} %  zeros {zeros}")
 
 
 @contextmanager
-def _watch(console: Console) -> Iterator[_Lines | _Bar]:
+def _progress(console: Console) -> Iterator[_Lines | _Bar]:
     if not console.is_terminal:
         yield _Lines(console)
         return
@@ -122,7 +118,7 @@ def _watch(console: Console) -> Iterator[_Lines | _Bar]:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[loss]}", markup=False),
-        TextColumn("{task.fields[judged]}", markup=False),
+        TextColumn("{task.fields[evaluation]}", markup=False),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
@@ -131,10 +127,10 @@ def _watch(console: Console) -> Iterator[_Lines | _Bar]:
         yield _Bar(progress)
 
 
-def _show(console: Console, record: Record) -> None:
+def _print_result(console: Console, record: Record) -> None:
     result = record["result"]
     table = Table(
-        title=Text("Zeros of each layer that decays", style="bold"),
+        title=Text("Zeros of each decayed layer", style="bold"),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -155,39 +151,40 @@ def _show(console: Console, record: Record) -> None:
     console.print(table)
     if record["status"] == "diverged":
         steps = record["curve"][-1]["step"]
-        _say(console, f"Diverged: the loss is not finite after {steps:,} steps. A smaller lr?")
+        _print(console, f"Diverged: the loss is not finite after {steps:,} steps. Try a lower lr.")
     else:
-        _say(
+        test = result.get("test_accuracy")  # older records have none
+        _print(
             console,
-            f"validation accuracy {result['accuracy']:.2f} %, loss {result['loss']:.4f}, sparsity "
-            f"{result['sparsity']:.2%}; trade-off (accuracy % + sparsity) {result['tradeoff']:.2f}",
+            f"validation accuracy {result['accuracy']:.2f} %, loss {result['loss']:.4f}, "
+            f"test accuracy {_number(test, '.2f')} %, sparsity {result['sparsity']:.2%}; "
+            f"trade-off (validation accuracy % + sparsity) {result['tradeoff']:.2f}",
         )
     timing = record["timing"]
     times = timing["resumed"]
-    again = f", gone on {times} time{'s' * (times > 1)}" if times else ""
-    _say(console, f"{timing['seconds']:.0f} s of training{again}")
+    resumed = f", resumed {times} time{'s' * (times > 1)}" if times else ""
+    _print(console, f"{timing['seconds']:.0f} s of training{resumed}")
 
 
-def _files(console: Console, out: Path, names: Mapping[str, str]) -> None:
+def _print_files(console: Console, out: Path, names: Mapping[str, str]) -> None:
     for what, name in names.items():
-        # soft_wrap: a path that is broken over two lines cannot be copied
-        console.print(Text(f"{what:<10} {out / name}"), soft_wrap=True)
+        _print(console, f"{what:<10} {out / name}")
 
 
-def _open(console: Console, settings: Settings, step: int = 0) -> None:
+def _print_settings(console: Console, settings: Settings, step: int = 0) -> None:
     options = ", ".join(f"{name}={value}" for name, value in settings.options.items())
-    _say(
+    _print(
         console,
         f"{settings.task} ({settings.scale}) with {settings.method}({options}): "
         f"lr {settings.lr:g}, {settings.steps:,} steps, seed {settings.seed}",
     )
     if step:
-        _say(console, f"going on from step {step:,}")
+        _print(console, f"resuming at step {step:,}")
 
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(Text(text), soft_wrap=True)
+def _print(console: Console, text: str) -> None:
+    console.print(Text(text), soft_wrap=True)  # a wrapped path could not be copied
