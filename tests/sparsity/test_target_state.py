@@ -441,3 +441,14 @@ class TestLifecycle:
         restored.load_state_dict(optimizer.state_dict())
         (finding, *_) = [f for f in doctor(model, restored) if "SparsityTarget" in f.message]
         assert finding.level == "warning"
+
+    def test_freezing_all_weights_during_the_ramp(self):
+        model = build()
+        optimizer = padam(model)
+        target = SparsityTarget(optimizer, 0.9, STEPS)
+        train(model, optimizer, 20)
+        for weight in weights(model):
+            weight.requires_grad_(False)
+        train(model, optimizer, start=20)
+        assert target.last_step == STEPS
+        assert target.sparsity == 0

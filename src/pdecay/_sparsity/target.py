@@ -30,21 +30,28 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pdecay._core.group_settings import Group, decayed_params
+from pdecay._core.group_settings import Group
 from pdecay._core.penalty import as_penalty
 from pdecay._core.validation import check_count, check_number
 from pdecay._optim.attachment import attachment_of
 from pdecay._optim.engine import decay_rate
 from pdecay._optim.hooks import StepHooks, find_hooks, is_skipped
 from pdecay._sparsity.freezing import HOLD, decaying_list, freeze_zeros, zero_keeping_groups
+from pdecay._sparsity.pools import (
+    PerLayer,
+    Pool,
+    check_per_layer,
+    check_target,
+    make_pools,
+    steered,
+)
 from pdecay._sparsity.ramp import cubic_ramp
 from pdecay._sparsity.ranking import (
     count_zeros,
@@ -60,29 +67,8 @@ _LAG = 0.1  # of the ramp: the time that a weight has to shrink before it is set
 # weights are pulled at least as hard as those at tau, and a full update would remove them too.
 _SHARE_OF_UPDATE = {"below 1": 1.0, "from 1 on": 0.3}
 _PROBED_ROWS = 8  # rows of each tensor that the size of the update is measured on
-# The share of weights by which a finished run may exceed its target: weights can reach zero by
-# themselves. Restored weights must not be refused for it.
-_TOLERANCE = 0.01
 _STATE = ("target_step", "target_update", "target_magnitude")
 _KEYS = ("target_sparsity", *_STATE, "target_initial")
-
-
-@dataclass
-class _Pool:
-    """Weights that are ranked together, and the share of them that must be zero at the end."""
-
-    params: list[Tensor]
-    target: float
-    initial_zeros: int
-
-    @property
-    def size(self) -> int:
-        return sum(param.numel() for param in self.params)
-
-    def zeros_at(self, progress: float) -> int:
-        """Return the number of zeros that the ramp asks for."""
-        initial = self.initial_zeros / self.size
-        return round((initial + progress * (self.target - initial)) * self.size)
 
 
 class SparsityTarget:
@@ -120,7 +106,7 @@ class SparsityTarget:
         *,
         start: float = 0.1,
         end: float = 0.7,
-        per_layer: bool | Mapping[Tensor, float] = False,
+        per_layer: PerLayer = False,
         floor: float = 0.0,
     ) -> None:
         self._hooks = [_Hooks(one, self) for one in decaying_list(optimizer, "SparsityTarget")]
@@ -131,20 +117,25 @@ class SparsityTarget:
         check_count("total_steps", total_steps)
         if not 0 <= check_number("start", start) < check_number("end", end) <= 1:
             raise ValueError(f"0 <= start < end <= 1 must hold, got start={start!r}, end={end!r}")
-        self.target = _check_target("target", target)
+        self.target = check_target("target", target)
         self.total_steps, self.start, self.end = total_steps, start, end
         self.per_layer = per_layer
         self.floor = check_number("floor", floor)
         self._begin = int(start * total_steps)
         self._end = max(self._begin + 1, round(end * total_steps))
         self._every = max(1, (self._end - self._begin) // _STAGES)
-        self._own_targets = self._check_per_layer(per_layer)
+        check_per_layer(per_layer, self._groups())
         self._stepped: set[Optimizer] = set()  # the optimizers that took the current step
         self._before: dict[Optimizer, list[Tensor]] = {}  # probed weights before the step
         self._moved = torch.zeros(3, dtype=torch.float64)
         self._warned = False
-        for pool in self._pools():
-            self._check_possible(pool)
+        pools = self._pools()
+        if not pools:
+            raise ValueError(
+                "SparsityTarget: the optimizer has no decayed weights that require a gradient"
+            )
+        for pool in pools:
+            pool.check(self.floor)
         self._complete_state(list(self._groups()))
         for hooks in self._hooks:
             hooks.register()
@@ -158,7 +149,8 @@ class SparsityTarget:
     def sparsity(self) -> float:
         """The share of the decayed weights that are exactly zero now."""
         pools = self._pools()
-        return sum(count_zeros(pool.params) for pool in pools) / sum(pool.size for pool in pools)
+        size = sum(pool.size for pool in pools)
+        return sum(count_zeros(pool.params) for pool in pools) / size if size else 0.0
 
     @property
     def last_step(self) -> int:
@@ -249,6 +241,9 @@ class SparsityTarget:
         for optimizer in self.optimizers:
             yield from optimizer.param_groups
 
+    def _pools(self) -> list[Pool]:
+        return make_pools(self._groups(), self.target, self.per_layer)
+
     def complete_checkpoint(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of an optimizer's checkpoint that has a state of this target."""
         self._stepped.clear()
@@ -303,7 +298,7 @@ class SparsityTarget:
         """Count the zeros of the parameters that take part for the first time."""
         for group in self._groups():
             initial = list(group["target_initial"])  # a copy: state_dict() shares the list
-            for i, param in _steered(group):
+            for i, param in steered(group):
                 if initial[i] < 0:
                     initial[i] = count_zeros([param])
             group["target_initial"] = initial
@@ -311,7 +306,8 @@ class SparsityTarget:
     def _measure_update(self) -> bool:
         """Update the running measurements; return False and keep them after a non-finite step."""
         moved, self._moved = self._moved, torch.zeros(3, dtype=torch.float64)
-        processes = group_of(self._pools()[0].params)
+        pools = self._pools()
+        processes = group_of(pools[0].params) if pools else None
         if processes is not None:
             torch.distributed.all_reduce(moved, group=processes)
         squares, alive, magnitudes = moved.tolist()
@@ -329,58 +325,17 @@ class SparsityTarget:
 
     # Ranking
 
-    def _pools(self) -> list[_Pool]:
-        """Return the weights that decay and train now, grouped by common ranking."""
-        pools = []
-        rest = _Pool([], self.target, 0)
-        for group in self._groups():
-            initial = group.get("target_initial")
-            for i, param in _steered(group):
-                zeros = max(0, initial[i]) if initial else 0
-                if self.per_layer is True or param in self._own_targets:
-                    own = self._own_targets.get(param, self.target)
-                    pools.append(_Pool([param], own, zeros))
-                else:
-                    rest.params.append(param)
-                    rest.initial_zeros += zeros
-        pools += [rest] if rest.params else []
-        if not pools:
-            raise ValueError(
-                "SparsityTarget: the optimizer has no decayed weights that require a gradient"
-            )
-        return pools
-
     def _zero_smallest(self, progress: float) -> None:
         """Set as many weights to zero as the ramp asks for."""
         for pool in self._pools():
-            for params, count in self._with_floor(pool, progress):
+            for params, count in pool.split(progress, self.floor):
                 zero_smallest_(params, count)
-
-    def _with_floor(self, pool: _Pool, progress: float) -> Iterator[tuple[list[Tensor], int]]:
-        """Split a pool into lists to rank together, each with its number of zeros.
-
-        A tensor that the common ranking would take below its floor gets as many zeros as the
-        floor allows. The rest of the zeros is distributed over the other tensors.
-        """
-        count, free = pool.zeros_at(progress), list(pool.params)
-        while self.floor and count:
-            tau = kth_magnitude(free, count)
-            most = {param: int((1 - self.floor) * param.numel()) for param in free}
-            full = [param for param in free if _count_up_to(param, tau) > most[param]]
-            if not full or len(full) == len(free):
-                break
-            for param in full:
-                zeros = most.pop(param)
-                count -= zeros
-                yield [param], zeros
-            free = list(most)
-        yield free, count
 
     def _set_scales(self, progress: float) -> None:
         """Set the scale at which a weight at its pool's tau shrinks at the given speed."""
         taus: dict[Tensor, float] = {}
         for pool in self._pools():
-            for params, count in self._with_floor(pool, progress):
+            for params, count in pool.split(progress, self.floor):
                 tau = kth_magnitude(params, count) if count else 0.0
                 taus.update(dict.fromkeys(params, tau))
         for optimizer in self.optimizers:
@@ -406,31 +361,6 @@ class SparsityTarget:
         pull: float = sum(lam * (large if p > 1 else tau) ** (p - 1) for p, lam in penalty.pairs())
         return float(share * group["target_update"] / (rate * pull))
 
-    # Checks
-
-    def _check_per_layer(self, per_layer: bool | Mapping[Tensor, float]) -> dict[Tensor, float]:
-        if not isinstance(per_layer, Mapping):
-            return {}
-        own = {param: _check_target("a layer's target", t) for param, t in per_layer.items()}
-        decayed = {param for group in self._groups() for param in decayed_params(group)}
-        unknown = [tuple(param.shape) for param in own if param not in decayed]
-        if unknown:
-            raise ValueError(f"per_layer has tensors that do not decay, of shapes {unknown}")
-        return own
-
-    def _check_possible(self, pool: _Pool) -> None:
-        if pool.target > 1 - self.floor:
-            raise ValueError(
-                f"target {pool.target:g} leaves less than the floor of {self.floor:g} that each "
-                "layer keeps"
-            )
-        zeros, allowed = count_zeros(pool.params), round(pool.target * pool.size)
-        if zeros > allowed + _TOLERANCE * pool.size:
-            raise ValueError(
-                f"target {pool.target:g} asks for {allowed} zeros, and {zeros} of the {pool.size} "
-                "weights are zero already; ask for a higher target"
-            )
-
 
 def target_of(optimizer: Optimizer) -> SparsityTarget | None:
     """Return the target that steers this optimizer, if there is one."""
@@ -455,32 +385,9 @@ class _Hooks(StepHooks):
         return self.target.complete_checkpoint(state_dict)
 
 
-def _steered(group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Yield the index and the tensor of each parameter that decays and trains."""
-    if not group.get("decay"):  # also a new group that attach has not seen yet
-        return
-    decayed = set(decayed_params(group))
-    for i, param in enumerate(group["params"]):
-        if param in decayed and param.requires_grad and param.numel():
-            yield i, param
-
-
 def _probes(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield a few rows of each steered tensor."""
     for group in optimizer.param_groups:
-        for _, param in _steered(group):
+        for _, param in steered(group):
             tensor = torch.atleast_1d(local_part(param).detach())
             yield tensor[:: max(1, len(tensor) // _PROBED_ROWS)]
-
-
-@torch.no_grad()
-def _count_up_to(param: Tensor, tau: float) -> int:
-    count = (param.abs() <= tau).sum()
-    return int(count.full_tensor() if hasattr(count, "full_tensor") else count)
-
-
-def _check_target(name: str, target: object) -> float:
-    share = check_number(name, target)
-    if not 0 < share < 1:
-        raise ValueError(f"{name} must be above 0 and below 1, got {target!r}")
-    return share

@@ -1,0 +1,139 @@
+"""Pools of weights that are ranked together on the way to a target sparsity.
+
+By default all decayed weights form one pool. With ``per_layer`` a tensor is a pool of its own. Only
+weights that decay and require a gradient belong to a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdecay._core.group_settings import Group, decayed_params
+from pdecay._core.validation import check_number
+from pdecay._sparsity.ranking import count_zeros, kth_magnitude
+
+PerLayer = bool | Mapping[Tensor, float]
+
+# The share of weights by which a finished run may exceed its target: weights can reach zero by
+# themselves. Restored weights must not be refused for it.
+_TOLERANCE = 0.01
+
+
+@dataclass
+class Pool:
+    """Weights that are ranked together.
+
+    Args:
+        params: the tensors.
+        target: the share of the weights that must be zero at the end.
+        initial_zeros: the number of zeros at the start of the ramp.
+    """
+
+    params: list[Tensor]
+    target: float
+    initial_zeros: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of weights, over all ranks."""
+        return sum(param.numel() for param in self.params)
+
+    def zeros_at(self, progress: float) -> int:
+        """Return the number of zeros at a progress from 0 to 1 along the ramp."""
+        initial = self.initial_zeros / self.size
+        return round((initial + progress * (self.target - initial)) * self.size)
+
+    def split(self, progress: float, floor: float) -> Iterator[tuple[list[Tensor], int]]:
+        """Yield lists of tensors to rank together, each with its number of zeros.
+
+        A tensor that the common ranking would take below its floor gets as many zeros as the
+        floor allows. The rest of the zeros is distributed over the other tensors.
+
+        Args:
+            progress: the progress along the ramp, from 0 to 1.
+            floor: the share of each tensor that is kept.
+        """
+        count, free = self.zeros_at(progress), list(self.params)
+        while floor and count:
+            tau = kth_magnitude(free, count)
+            most = {param: int((1 - floor) * param.numel()) for param in free}
+            full = [param for param in free if _count_up_to(param, tau) > most[param]]
+            if not full or len(full) == len(free):
+                break
+            for param in full:
+                zeros = most.pop(param)
+                count -= zeros
+                yield [param], zeros
+            free = list(most)
+        yield free, count
+
+    def check(self, floor: float) -> None:
+        """Raise ValueError if the target cannot be met."""
+        if self.target > 1 - floor:
+            raise ValueError(
+                f"target {self.target:g} leaves less than the floor of {floor:g} that each layer "
+                "keeps"
+            )
+        zeros, allowed = count_zeros(self.params), round(self.target * self.size)
+        if zeros > allowed + _TOLERANCE * self.size:
+            raise ValueError(
+                f"target {self.target:g} asks for {allowed} zeros, and {zeros} of the {self.size} "
+                "weights are zero already; ask for a higher target"
+            )
+
+
+def make_pools(groups: Iterable[Group], target: float, per_layer: PerLayer) -> list[Pool]:
+    """Return the pools of some parameter groups as they are now."""
+    own_targets = per_layer if isinstance(per_layer, Mapping) else {}
+    pools = []
+    rest = Pool([], target)
+    for group in groups:
+        initial = group.get("target_initial")
+        for i, param in steered(group):
+            zeros = max(0, initial[i]) if initial else 0
+            if per_layer is True or param in own_targets:
+                pools.append(Pool([param], own_targets.get(param, target), zeros))
+            else:
+                rest.params.append(param)
+                rest.initial_zeros += zeros
+    return [*pools, rest] if rest.params else pools
+
+
+def steered(group: Group) -> Iterator[tuple[int, Tensor]]:
+    """Yield the index and the tensor of each parameter that decays and requires a gradient."""
+    if not group.get("decay"):  # also a new group that attach has not completed yet
+        return
+    decayed = set(decayed_params(group))
+    for i, param in enumerate(group["params"]):
+        if param in decayed and param.requires_grad and param.numel():
+            yield i, param
+
+
+def check_per_layer(per_layer: PerLayer, groups: Iterable[Group]) -> None:
+    """Raise an error if a mapping has bad targets or tensors that do not decay."""
+    if not isinstance(per_layer, Mapping):
+        return
+    for target in per_layer.values():
+        check_target("a layer's target", target)
+    decayed = {param for group in groups for param in decayed_params(group)}
+    unknown = [tuple(param.shape) for param in per_layer if param not in decayed]
+    if unknown:
+        raise ValueError(f"per_layer has tensors that do not decay, of shapes {unknown}")
+
+
+def check_target(name: str, target: object) -> float:
+    """Return a share above 0 and below 1, or raise ValueError."""
+    share = check_number(name, target)
+    if not 0 < share < 1:
+        raise ValueError(f"{name} must be above 0 and below 1, got {target!r}")
+    return share
+
+
+@torch.no_grad()
+def _count_up_to(param: Tensor, tau: float) -> int:
+    count = (param.abs() <= tau).sum()
+    return int(count.full_tensor() if hasattr(count, "full_tensor") else count)
