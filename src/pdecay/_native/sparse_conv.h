@@ -1,10 +1,10 @@
-/* A sparse convolution: pack a block of channels, walk its non-zeros for all outputs, take the next block.
+/* A sparse convolution: for each block of channels, pack the input and add its non-zeros to all outputs.
  *
  * Included after sparse_pack.h.
  */
 
-/* The outputs first .. end of a site, as far as one block of channels goes. `sums` holds the strips that cannot be
- * in their place in `out` from one block to the next. */
+/* Add one block of channels to the outputs first .. end of a site. `sums` holds partial sums between blocks if they
+ * cannot be kept in `out`. */
 static void NAME(outputs)(const plan *plan, site site, int64_t block, int64_t first, int64_t end, const REAL *in,
                           int relu, REAL *sums, REAL *out)
 {
@@ -17,7 +17,7 @@ static void NAME(outputs)(const plan *plan, site site, int64_t block, int64_t fi
     };
     REAL *place = out + (site.image * plan->out_channels + first) * channel + site.y * width;
 
-    if (plan->line != width) {          /* lines are rows of the image, a vector or two of their numbers at a time */
+    if (plan->line != width) {          /* lines are image rows, in pieces of one or two vectors */
         const int vectors = width % (2 * LANES) ? 1 : 2, most = STRIP / vectors;
         for (int64_t y = 0; y < site.rows; y += most) {
             for (int64_t x = 0; x < width; x += vectors * LANES) {
@@ -30,7 +30,7 @@ static void NAME(outputs)(const plan *plan, site site, int64_t block, int64_t fi
         return;
     }
     const int64_t vectors = ceiling(numbers, LANES), strip = ceiling(vectors, ceiling(vectors, STRIP));
-    for (int64_t v = 0; v < vectors; v += strip) {      /* lines follow each other */
+    for (int64_t v = 0; v < vectors; v += strip) {      /* lines are adjacent */
         const int64_t lines = smaller(strip, vectors - v), from = v * LANES, n = smaller(lines * LANES, numbers - from);
         NAME(walker) *walk = NAME(walkers)[1][lines];
         NAME(strips) strips = { in + from, place + from, LANES, LANES, channel };
@@ -67,7 +67,7 @@ INLINE void NAME(add_run)(REAL *restrict to, const REAL *restrict more, int64_t 
     }
 }
 
-/* Add another tensor to the outputs first .. end of a site, while they are still in a cache. */
+/* Add another tensor to the outputs first .. end of a site while they are in the cache. */
 static void NAME(add)(const plan *plan, site site, int64_t first, int64_t end, const REAL *more, REAL *out)
 {
     const int64_t channel = plan->out_height * plan->out_width, outputs = plan->out_channels;
@@ -84,7 +84,7 @@ static void NAME(add)(const plan *plan, site site, int64_t first, int64_t end, c
     }
 }
 
-/* The outputs first .. end of a site. */
+/* Compute the outputs first .. end of a site. */
 static void NAME(convolve)(const plan *plan, int64_t images, const REAL *x, const REAL *more, site site, int64_t first,
                            int64_t end, REAL *scratch, REAL *out)
 {
@@ -104,8 +104,8 @@ static void NAME(convolve)(const plan *plan, int64_t images, const REAL *x, cons
     if (more) NAME(add)(plan, site, first, end, more, out);
 }
 
-/* All sites; `more` is NULL, or what is added to the outputs before the ReLU. Each thread packs what it needs for
- * itself: to read what another core has just written takes longer than to write it again. */
+/* Compute all sites. `more` is NULL or a tensor to add before the ReLU. Each thread packs its own input: reading data
+ * that another core has just written takes longer than packing it again. */
 void NAME(pdecay_sparse_conv)(const plan *plan, int64_t images, const REAL *x, const REAL *more, REAL *out,
                               REAL *scratch, int threads)
 {
@@ -124,7 +124,7 @@ void NAME(pdecay_sparse_conv)(const plan *plan, int64_t images, const REAL *x, c
     }
 }
 
-/* A linear layer on few rows: tiles, if it is cut into them; else dot products. */
+/* Compute a linear layer on few rows, by tiles if the plan has them, else by dot products. */
 void NAME(pdecay_sparse_rows)(const plan *plan, int64_t rows, const REAL *x, const REAL *more, REAL *out,
                               REAL *scratch, int threads)
 {

@@ -1,22 +1,22 @@
-/* Between images as torch has them and planes that the strips of sparse_walk.h can walk over.
+/* Conversion between torch's images and the planes that sparse_walk.h reads.
  *
- * A tap of the kernel reads the image shifted, strided and with zeros around it. Packing undoes all of that: the
- * plane (channel, shift, phase) holds, with the images of a site's group side by side,
+ * A weight of the convolution kernel reads the image with a shift, a stride and zero padding. Packing resolves these:
+ * the plane (channel, shift, phase) holds, with the images of a site's group side by side,
  *
  *   plane[q][image][x] = input[(site.y + q) * stride_y + phase][x * stride_x + shift],   0 outside of the input
  *
- * so that each tap of all outputs is one distance into the planes, whatever the stride, dilation and padding.
- * Images of a single pixel, which are the rows of a linear layer, are a matrix to transpose.
+ * so that each weight is one offset into the planes for any stride, dilation and padding. Images with a single pixel,
+ * the rows of a linear layer, are a matrix that is transposed.
  *
- * Included after sparse_walk.h. Planes have room for a vector more than their numbers: what is written may run
- * over into what is written next.
+ * Included after sparse_walk.h. Planes have space for one more vector: a write may extend into the elements that are
+ * written next.
  */
 
 INLINE void NAME(zero)(REAL *to, int64_t n)
 {
     for (int64_t i = 0; i < n; i += LANES) {
         NAME(store)(to + i, (NAME(vector)){ 0 });
-        __asm__ volatile("");           /* else it becomes a call of memset, for a vector or two */
+        __asm__ volatile("");           /* prevents a call of memset for one or two vectors */
     }
 }
 
@@ -34,7 +34,7 @@ INLINE NAME(vector) NAME(every_other)(const REAL *from)
 #endif
 }
 
-/* n numbers, zeros where the mask has zeros, each `step` numbers from the last. Only begin .. end may be read. */
+/* Copy n elements at distances of `step`, and zeros where the mask is zero. Only begin .. end may be read. */
 INLINE void NAME(copy)(REAL *to, const REAL *from, int64_t step, const INTEGER *mask, int64_t n, const REAL *begin,
                        const REAL *end)
 {
@@ -50,14 +50,14 @@ INLINE void NAME(copy)(REAL *to, const REAL *from, int64_t step, const INTEGER *
     }
 }
 
-/* The planes of a block of channels at a site. */
+/* Pack the planes of a block of channels at a site. */
 static void NAME(pack)(const plan *plan, int64_t images, const REAL *x, site site, int64_t block, REAL *planes)
 {
     const int64_t channel = plan->height * plan->width, image = plan->in_channels * channel;
     const int64_t row = plan->group * plan->line, first = block * plan->per_block;
     const int64_t channels = smaller(plan->channels - first, plan->per_block);
     for (int64_t f = 0; f < plan->phases; f++) {
-        /* The rows begin .. until of the planes lie within the image; of whole images, the mask says so. */
+        /* The rows begin .. until are inside the image. For whole images the mask covers this. */
         const int64_t y = site.y * plan->stride_y + plan->phase[f];
         int64_t until = smaller(plan->rows, larger(0, ceiling(plan->height - y, plan->stride_y)));
         int64_t begin = smaller(until, larger(0, ceiling(-y, plan->stride_y)));
@@ -83,7 +83,7 @@ static void NAME(pack)(const plan *plan, int64_t images, const REAL *x, site sit
     }
 }
 
-/* A strip of output o, whose rows are those of the group's images side by side, to the images. */
+/* Copy a strip of output o, which holds the group's images side by side, to the separate images. */
 static void NAME(unpack)(const plan *plan, site site, int64_t o, const REAL *strip, REAL *out)
 {
     const int64_t width = plan->out_width, channel = plan->out_height * width;
@@ -99,7 +99,7 @@ static void NAME(unpack)(const plan *plan, site site, int64_t o, const REAL *str
 }
 
 #ifndef __clang__
-/* LANES rows of LANES numbers: each round interleaves the first half of the rows with the second. */
+/* Transpose LANES rows of LANES elements. Each round interleaves the first half of the rows with the second. */
 INLINE void NAME(transpose_square)(const REAL *from, int64_t pitch, REAL *to, int64_t to_pitch)
 {
     NAME(vector) row[LANES], next[LANES];

@@ -1,20 +1,19 @@
-/* A sparse matrix times one vector, without a gather: it is cut into tiles of one number for each lane.
+/* A sparse matrix times one vector without gather instructions, by tiles with one non-zero per lane.
  *
- * A tile belongs to LANES outputs, a lane each, and to a window of 2 * LANES numbers of the vector, which two
- * registers hold. Each lane picks one number of the window by a permutation of those registers, and multiplies it
- * with its value. That is some four instructions for up to LANES non-zeros; to load each number by itself takes more
- * than one instruction each.
+ * A tile belongs to LANES outputs, one per lane, and to a window of 2 * LANES elements of the vector, held in two
+ * registers. Each lane picks one element of the window by a permutation of the registers and multiplies it by its
+ * value. That takes about four instructions for up to LANES non-zeros; separate loads take more than one each.
  *
- * A lane with no non-zero in a window picks any number and multiplies it with zero: right for finite numbers only.
- * With others the rows are done by `dots`. Tiles come by PICKS, whose picks share a word.
+ * A lane without a non-zero in the window multiplies an arbitrary element by zero, which is correct for finite
+ * elements only. Rows with other elements are computed by `dots`. The indices of PICKS tiles share a word.
  *
- * Included after sparse_walk.h. Permutations by variable are gcc's; clang does without tiles, as do short vectors.
+ * Included after sparse_walk.h. Variable permutations are a gcc extension; clang and short vectors do not use tiles.
  */
 
 enum { NAME(window) = 2 * LANES };
 
-/* Cut the outputs of a group into tiles: take the non-zeros of each output in order, with windows that begin where
- * the output that is furthest behind goes on. Counts tiles only if `base` is NULL. */
+/* Cut the outputs of a group into tiles. The non-zeros of each output are used in order; each window begins at the
+ * first unused non-zero of the group. If `base` is NULL, only count the tiles. */
 static int64_t NAME(cut_group)(int64_t outputs, int64_t inputs, const int32_t *order, const NAME(terms) *terms,
                                int32_t *base, INTEGER *pick, REAL *value)
 {
@@ -36,10 +35,10 @@ static int64_t NAME(cut_group)(int64_t outputs, int64_t inputs, const int32_t *o
             i[l]++;
         }
     }
-    return ceiling(tiles, PICKS) * PICKS;       /* what is left over is zeros: they add nothing */
+    return ceiling(tiles, PICKS) * PICKS;       /* the remaining tiles are zero */
 }
 
-/* Cut a matrix into tiles. First with `base` NULL, which fills `start`; the arrays of the second call are zeros. */
+/* Cut a matrix into tiles. The first call, with `base` NULL, fills `start`. The arrays of the second must be zero. */
 void NAME(pdecay_sparse_cut)(const plan *plan, int64_t *start, int32_t *base, INTEGER *pick, REAL *value)
 {
     const NAME(terms) terms = { .row = plan->row, .at = plan->at, .value = plan->value };
@@ -63,7 +62,7 @@ static int NAME(all_finite)(const REAL *x, int64_t n)
     return sum == 0;
 }
 
-/* The outputs of the groups first .. end. */
+/* Compute the outputs of the groups first .. end. */
 static void NAME(tiles)(const plan *plan, const REAL *restrict x, const REAL *more, int64_t first, int64_t end,
                         REAL *restrict out)
 {
@@ -89,10 +88,10 @@ static void NAME(tiles)(const plan *plan, const REAL *restrict x, const REAL *mo
     }
 }
 
-/* The group at which a share of all tiles begins. */
+/* Return the first group of a thread's share of the tiles. */
 static int64_t NAME(group_at)(const plan *plan, int64_t groups, int64_t part, int64_t parts)
 {
-    if (part == parts) return groups;           /* the last ones may be empty */
+    if (part == parts) return groups;           /* the last groups may be empty */
     int64_t g = 0;
     while (plan->tile_start[g] < plan->tile_start[groups] * part / parts) g++;
     return g;

@@ -1,10 +1,10 @@
-/* The inner loop of the sparse layers: a strip of each output in registers, while its non-zeros are walked.
+/* The inner loop of the sparse layers: keep a strip of an output in registers and iterate over its non-zeros.
  *
  *   out[o][l][x] = start[o] + sum_i value[i] * in[at[i] + l * line + x],   row[o] <= i < row[o + 1]
  *
- * A strip is 1 to STRIP vectors: lines of one vector or two, `line` numbers apart. A non-zero costs two loads of
- * its own and, for each vector, one fused multiply-add that takes its input from memory. Vectors are the
- * compiler's (vector_size), as wide as the target's registers.
+ * A strip has 1 to STRIP vectors: lines of one or two vectors, `line` elements apart. A non-zero costs two loads and,
+ * for each vector, one fused multiply-add with a memory operand. Vectors are a compiler extension (vector_size), as
+ * wide as the target's registers.
  *
  * Included once for REAL = float and once for REAL = double (see sparse_conv.c): NAME(x) is x_f32 or x_f64.
  */
@@ -20,22 +20,22 @@ INLINE NAME(vector) NAME(only)(NAME(vector) x, NAME(bits) keep) { return (NAME(v
 
 /* The non-zeros of all outputs. */
 typedef struct {
-    const int64_t *row;         /* where those of each output begin; one more at the end */
+    const int64_t *row;         /* first non-zero of each output, and the end */
     const int32_t *at;
     const REAL *value;
-    const REAL *start;          /* the bias, or NULL: the strips go on from what they hold */
-    int relu;                   /* whether negative numbers become 0 at the end */
+    const REAL *start;          /* the bias; NULL: continue from the current outputs */
+    int relu;                   /* whether to apply a ReLU at the end */
 } NAME(terms);
 
-/* Where the strips lie. */
+/* The memory of the strips. */
 typedef struct {
     const REAL *in;
-    REAL *out;                  /* of the first output; the others' follow, out_pitch numbers apart */
+    REAL *out;                  /* the first output; the others follow at a distance of out_pitch elements */
     int64_t line, out_line, out_pitch;
 } NAME(strips);
 
-/* A short strip takes several non-zeros at once, into sums of their own: in one chain of sums, each multiply-add
- * would wait for the one before. */
+/* A short strip adds several non-zeros to independent sums: in a single chain, each multiply-add would wait for the
+ * previous one. */
 INLINE void NAME(walk)(const int lines, const int width, const int chains, const NAME(terms) *terms,
                        const NAME(strips) *strips, int64_t first, int64_t end)
 {
@@ -62,14 +62,14 @@ INLINE void NAME(walk)(const int lines, const int width, const int chains, const
             EACH(v, lines * width) sum[0][v] += by * NAME(load)(from + v / width * line + v % width * LANES);
         }
         EACH(k, chains) { if (k > 0) { EACH(v, lines * width) sum[0][v] += sum[k][v]; } }
-        if (terms->relu) {      /* as a mask: NaN stays NaN */
+        if (terms->relu) {      /* by a mask, so that NaN stays NaN */
             EACH(v, lines * width) sum[0][v] = NAME(only)(sum[0][v], ~(sum[0][v] < 0));
         }
         EACH(v, lines * width) NAME(store)(out + v / width * out_line + v % width * LANES, sum[0][v]);
     }
 }
 
-/* A function for each form of a strip. */
+/* One function for each size of a strip. */
 typedef void NAME(walker)(const NAME(terms) *, const NAME(strips) *, int64_t, int64_t);
 #define WALKER(lines, width, chains) \
     static void NAME(walk_##lines##x##width)(const NAME(terms) *terms, const NAME(strips) *strips, int64_t first, \
@@ -86,7 +86,7 @@ static NAME(walker) *const NAME(walkers)[3][STRIP + 1] = {
     [2] = { NULL, NAME(walk_1x2), NAME(walk_2x2), NAME(walk_3x2), NAME(walk_4x2) },
 };
 
-/* Outputs of one number each: dot products with x, where at[i] is an index into x. */
+/* Outputs with a single element: dot products with x, where at[i] is an index into x. */
 typedef REAL NAME(four) __attribute__((vector_size(4 * sizeof(REAL))));
 typedef REAL NAME(loose_four) __attribute__((vector_size(4 * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
 
