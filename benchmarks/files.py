@@ -1,4 +1,4 @@
-"""What `pdecay.save` costs: bytes against the bound and other formats, and time. Prints Markdown.
+"""Size and speed of `pdecay.save` compared with `torch.save` and the bound, as Markdown tables.
 
 python benchmarks/files.py size      # networks, one of them trained
 python benchmarks/files.py speed     # 50 million weights, written and read; median of five
@@ -83,7 +83,7 @@ def speed(folder: Path) -> None:
 
 
 def rate(state: Mapping[str, Tensor], call: Callable[[], object]) -> float:
-    """Megabytes of dense weights a second."""
+    """Return megabytes of dense weights per second."""
     times = []
     for _ in range(5):
         start = time.perf_counter()

@@ -1,9 +1,9 @@
-"""SparseLinear of 1024 x 1024 against the dense layer and torch's own sparse matrices (MKL).
+"""Speed of a 1024 x 1024 SparseLinear compared with the dense layer and torch's CSR matrices (MKL).
 
 python benchmarks/sparse_linear.py
 
-The second table is of a layer that is not called again and again: each call comes after one of the
-other layer, or after work that leaves nothing of either in the caches.
+The second table has single calls: each follows a call of the other layer, or work that empties the
+caches.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def layers(zeros: float) -> tuple[nn.Linear, SparseLinear]:
 
 
 def csr(dense: nn.Linear, x: Tensor) -> Function:
-    """MKL wants the vectors as columns; that they are so already is to its favour."""
+    """Return a CSR product. MKL needs column vectors; the transposition is not timed."""
     return partial(torch.addmm, dense.bias[:, None], dense.weight.to_sparse_csr(), x.T.contiguous())
 
 
 def one_by_one(functions: list[Function], between: Function) -> list[float]:
-    """Median seconds of single calls in turn."""
+    """Return the median seconds of single calls in turn."""
     taken: list[list[float]] = [[] for _ in functions]
     for _ in range(150):
         for function, times in zip(functions, taken, strict=True):
