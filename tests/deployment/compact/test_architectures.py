@@ -63,7 +63,7 @@ def zero(model: nn.Module, parameter: str, index) -> None:
         model.get_parameter(parameter)[index] = 0
 
 
-# For each network: what is set to zero, and the shapes that must come out.
+# For each network: the weights to set to zero, and the expected shapes.
 PLANTED = {
     "mlp": (
         [("layers.3.weight", (slice(None), [1, 4])), ("layers.5.weight", (slice(None), [0]))],

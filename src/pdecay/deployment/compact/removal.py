@@ -140,7 +140,7 @@ def _keep_multiples(removal: Removal, trace: Trace) -> None:
 
 
 def _fold(removal: Removal, consumer: Consumer) -> None:
-    """Compute what a consumer's bias must add for the constant units that are removed."""
+    """Compute the shift of a consumer's bias that replaces its removed constant units."""
     rows = enumerate(zip(consumer.labels.tolist(), consumer.used.tolist(), strict=True))
     folded = [i for i, (label, used) in rows if used and removal.removes(label)]
     if folded and consumer.weight is not None:
