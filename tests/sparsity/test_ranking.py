@@ -160,6 +160,13 @@ class TestZeroSmallest:
         assert not torch.signbit(w[[0, 2]]).any()
         assert w[1].isnan()
 
+    def test_ranks_by_scores(self):
+        tensors = [torch.tensor([[3.0, -1.0], [2.0, 0.0]]), torch.tensor([5.0, 0.5])]
+        scores = [torch.tensor([[0.1, 4.0], [0.3, 0.0]]), torch.tensor([0.2, 9.0])]
+        assert zero_smallest_(tensors, 3, scores=scores) == pytest.approx(0.2)
+        assert tensors[0].tolist() == [[0.0, -1.0], [2.0, 0.0]]
+        assert tensors[1].tolist() == [0.0, 0.5]
+
     @pytest.mark.parametrize("k", [-1, 4])
     def test_rejects_bad_counts(self, k):
         with pytest.raises(ValueError, match="k must be from 1 to the number of weights, 3"):
