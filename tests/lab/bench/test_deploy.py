@@ -1,4 +1,4 @@
-"""The benchmark of sparse layers and deployed networks, small; no time is asserted."""
+"""The benchmark of sparse layers and deployed networks, at a small size. No times are asserted."""
 
 import json
 
@@ -19,7 +19,7 @@ def digits():
     return bench_deploy.networks(quick=True)[0]
 
 
-def test_all_layers_that_are_asked_for_have_an_aim():
+def test_layer_cases_have_required_speedups():
     cases = bench_deploy.layer_cases()
     assert len(cases) == 2 + 8 + 8
     aims = {(case.name.split(",")[0], case.input[0]): case.wanted for case in cases}
@@ -27,20 +27,20 @@ def test_all_layers_that_are_asked_for_have_an_aim():
     assert aims["Linear 1024x1024", 64] == {0.95: 5.0}
 
 
-def test_a_network_is_trained_once(digits, tmp_path):
-    said = []
-    first = bench_deploy.trained(digits, 0.9, tmp_path, said.append)
+def test_network_is_trained_once(digits, tmp_path):
+    messages = []
+    first = bench_deploy.trained(digits, 0.9, tmp_path, messages.append)
     assert first.sparsity == pytest.approx(0.9, abs=0.02)
-    assert said
-    said.clear()
-    second = bench_deploy.trained(digits, 0.9, tmp_path, said.append)
-    assert not said
+    assert messages
+    messages.clear()
+    second = bench_deploy.trained(digits, 0.9, tmp_path, messages.append)
+    assert not messages
     assert (second.sparsity, second.accuracy) == (first.sparsity, first.accuracy)
     for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
-def test_the_report_shows_writes_and_draws(digits, tmp_path, monkeypatch):
+def test_report_prints_writes_and_draws(digits, tmp_path, monkeypatch):
     def no_data():
         raise DataError("no images here. Put them there.")
 
@@ -52,10 +52,10 @@ def test_the_report_shows_writes_and_draws(digits, tmp_path, monkeypatch):
     bench_deploy_report.run(tmp_path, quick=True, console=console)
     shown = console.export_text()
     assert torch.get_num_threads() == before
-    assert "CIFAR-10 ResNet is left out: no images here. Put them there." in shown
+    assert "CIFAR-10 ResNet is skipped: no images here. Put them there." in shown
     assert "Linear 1024x1024" in shown
     assert "digits MLP" in shown
-    assert "else, at 90% on 1 thread, batch 16: " in shown
+    assert "other functions at 90% on 1 thread, batch 16: " in shown
     written = json.loads((tmp_path / "deploy.json").read_text())
     assert len(written["layers"]) == 1
     assert len(written["networks"]) == 4  # two sparsities, two batches

@@ -1,4 +1,4 @@
-"""The benchmark's measuring and reporting, on small tensors; no time is asserted."""
+"""The step benchmark on small tensors. No times are asserted."""
 
 import json
 
@@ -17,7 +17,7 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "MODELS", {"nanoGPT": lambda: MLP(20, [30], 5)})
 
 
-def test_each_method_and_norm_is_measured_on_the_models_shapes(small):
+def test_steps_measures_every_method_and_norm(small):
     methods = bench.adam_methods()
     chosen = {
         "AdamW fused": methods["AdamW fused"],
@@ -37,23 +37,23 @@ def test_each_method_and_norm_is_measured_on_the_models_shapes(small):
     assert all(cost.milliseconds > 0 and cost.extra_bytes >= 0 for cost in costs)
 
 
-def test_sgd_too(small):
+def test_steps_measures_sgd(small):
     methods = bench.sgd_methods()
     del methods["PSGD compiled"]
     assert len(list(bench.steps("nanoGPT", methods, rounds=2))) == 1 + len(bench.NORMS)
 
 
-def test_growth_has_the_sizes_that_are_asked_for():
+def test_growth_has_given_sizes():
     grown = list(bench.growth([1_000, 10_000], rounds=2))
     assert [size for size, _ in grown] == [1_000, 1_000, 10_000, 10_000]
     assert all(abs(cost.weights / size - 1) < 0.1 for size, cost in grown)
 
 
-def test_first_use_is_timed_in_new_processes():
+def test_first_use_has_cold_and_cached_times():
     assert set(bench.first_use()) == {"cold", "from the cache"}
 
 
-def test_the_report_shows_writes_and_draws_and_loses_nothing_without_data(tmp_path, monkeypatch):
+def test_report_is_complete_without_training_data(tmp_path, monkeypatch):
     def costs(model, methods, rounds, say):
         for name in methods:
             for norm in methods[name].norms:
@@ -67,7 +67,7 @@ def test_the_report_shows_writes_and_draws_and_loses_nothing_without_data(tmp_pa
     console = Console(record=True, width=100)
     bench_report.run(tmp_path, ["step", "train"], quick=False, console=console)
     shown = console.export_text()
-    assert "training is left out: no text here. Put it there." in shown
+    assert "training is skipped: no text here. Put it there." in shown
     assert "PAdam fused" in shown
     assert "0.75" in shown
     written = json.loads((tmp_path / "bench.json").read_text())
@@ -79,6 +79,6 @@ def test_the_report_shows_writes_and_draws_and_loses_nothing_without_data(tmp_pa
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_method_may_be_held_to_one_path():
+def test_compiled_method_uses_compiled_kernel():
     assert isinstance(bench.adam_methods()["PAdam compiled"], Method)
     assert bench.adam_methods()["PAdam compiled"].path == "compiled"

@@ -1,7 +1,8 @@
-"""What sparse layers and deployed models cost against dense ones: ratios, taken in turns.
+"""The speed of sparse layers and deployed models relative to dense ones, measured in turns.
 
-Layers have random zeros. Networks are trained with :class:`pdecay.SparsityTarget` to 90 and 95 %,
-once: their weights are kept. They run deployed, dense in torch, and dense in ONNX Runtime.
+Layers have random zeros. Networks are trained to 90 and 95 % zeros with the method ``target``, and
+their weights are saved for later calls. Each network is measured deployed, dense in torch, and
+dense in ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from pdecay.lab.tasks import Task, get_task
 from pdecay.lab.train.loop import Trainer
 
 SPARSITIES = (0.9, 0.95)
-_FUNCTIONS = 4  # that are named
+_FUNCTIONS = 4  # number of functions in a report
 
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class LayerCase:
-    """A layer to measure, and how many times faster than dense it shall be for each sparsity."""
+    """A layer to measure, with the required speed-up over dense for each sparsity."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -51,7 +52,7 @@ class LayerCase:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One measurement of a layer; times in microseconds."""
+    """The times of a dense and a sparse layer in microseconds."""
 
     name: str
     batch: int
@@ -64,7 +65,7 @@ class LayerCost:
 
 
 def layer_cases() -> list[LayerCase]:
-    """Linear 1024 x 1024; 3x3 and 1x1 convolutions of 64 to 512 channels on 32x32 to 4x4."""
+    """Return a linear layer, and 3x3 and 1x1 convolutions from 64 to 512 channels."""
     cases = []
     for batch, wanted in ((1, 4.0), (64, 5.0)):
         cases.append(
@@ -101,7 +102,7 @@ def layers(
     seconds: float,
     say: Report = lambda _: None,
 ) -> Iterator[LayerCost]:
-    """Each case, dense and sparse, for each number of threads."""
+    """Measure each case, dense and sparse, for each number of threads."""
     for count in threads:
         with use_threads(count), torch.inference_mode():
             for case in cases:
@@ -121,7 +122,7 @@ def layers(
 
 
 def _pair(make: Callable[[], nn.Module], sparsity: float) -> tuple[nn.Module, SparseLayer]:
-    """A dense layer with random zeros and the same, sparse."""
+    """Return a dense layer with random zeros and its sparse equivalent."""
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
         torch.manual_seed(0)
         dense = make()
@@ -134,12 +135,12 @@ def _pair(make: Callable[[], nn.Module], sparsity: float) -> tuple[nn.Module, Sp
 
 @dataclass(frozen=True)
 class Network:
-    """A network to train: a task of the lab, and what of it is one input of a batch.
+    """A network to train and measure.
 
     Args:
-        name: what it is called.
+        name: the name in the tables.
         task: returns the task.
-        wanted: how many times faster than dense it shall be at 95 %, where anything is asked.
+        wanted: the required speed-up over dense at 95 %; None for no requirement.
     """
 
     name: str
@@ -148,7 +149,7 @@ class Network:
 
 
 def networks(quick: bool) -> list[Network]:
-    """The digits' MLP, a ResNet on CIFAR-10 and the char-GPT; `quick` makes them toys."""
+    """Return the digits' MLP, a CIFAR-10 ResNet and the char-GPT; `quick` makes them tiny."""
     mlp = (64, 64) if quick else (2048, 2048)
     resnet = functools.partial(ResNet, 64, (1, 1, 1))
     if quick:
@@ -171,7 +172,7 @@ def networks(quick: bool) -> list[Network]:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network: the model, its zeros and its accuracy in percent."""
+    """A trained network with its sparsity and its test accuracy in percent."""
 
     model: nn.Module
     sparsity: float
@@ -181,7 +182,7 @@ class Trained:
 def trained(
     network: Network, sparsity: float, folder: Path, say: Report = lambda _: None
 ) -> Trained:
-    """Train a network to a sparsity, or take the weights that an earlier call left in `folder`."""
+    """Train a network to a sparsity, or load the weights of an earlier call from `folder`."""
     task = network.task()
     path = folder / f"{task.name}-{sparsity:g}.pt"
     if path.exists():
@@ -204,19 +205,19 @@ def trained(
 
 @dataclass(frozen=True)
 class NetworkCost:
-    """One measurement of a trained network; times in microseconds.
+    """The times of a trained network in microseconds.
 
     Args:
-        name, sparsity, accuracy: what was trained, its zeros and its accuracy in percent.
-        batch, threads: what it ran with.
-        dense, onnx, deployed: times, dense in torch and in ONNX Runtime, and deployed.
-        ratio, onnx_ratio: how many times faster the deployed model is than each.
-        wanted: what the ratio shall be at least, where anything is asked.
-        dense_bytes, deployed_bytes: parameters and buffers.
-        dense_file, file: bytes of the model's file, with all weights and with the non-zeros.
-        chosen: what deploy chose.
-        layers: for each layer its name, what it is, and its time alone.
-        functions: of what is no layer, the functions that take longest, and their times in a run.
+        name, sparsity, accuracy: the network, its sparsity and its test accuracy in percent.
+        batch, threads: the batch size and the number of threads.
+        dense, onnx, deployed: the times dense in torch, dense in ONNX Runtime, and deployed.
+        ratio, onnx_ratio: the speed-ups of the deployed model over the two dense ones.
+        wanted: the required ratio, if any.
+        dense_bytes, deployed_bytes: the memory of parameters and buffers.
+        dense_file, file: the sizes of the dense and the sparse model file in bytes.
+        chosen: the variant that deploy chose.
+        layers: the name, kind and separate time of each layer.
+        functions: the slowest functions besides layers, with their times.
     """
 
     name: str
@@ -248,8 +249,8 @@ def network_costs(
     seconds: float,
     say: Report = lambda _: None,
 ) -> Iterator[NetworkCost]:
-    """A trained network in torch, in ONNX Runtime and deployed, on batches of validation data."""
-    inputs, _ = next(iter(network.task().stream.validation()))
+    """Measure a trained network in torch, in ONNX Runtime and deployed, on validation batches."""
+    inputs, _ = next(iter(network.task().validation()))
     dense_file, file = (_file_size(found.model, dense) for dense in (True, False))
     for count in threads:
         for batch in batches:
@@ -263,7 +264,7 @@ def network_costs(
                 ]
                 taken = interleaved(runs, rounds=7, seconds=seconds, turn=20e-3)
                 functions = _function_times(deployed, x)
-                # By itself: between the others' turns, its threads would spin on their cores.
+                # Measured separately, because its idle threads spin and would slow the others down.
                 session = onnx_session(found.model, x, count)
                 if session is not None:
                     taken += interleaved([session], rounds=7, seconds=seconds / 2, turn=20e-3)
@@ -302,7 +303,7 @@ def _file_size(model: nn.Module, dense: bool) -> int:
 
 
 def _times_of(report: DeployReport) -> list[tuple[str, str, float]]:
-    """The layers that were measured, and the microseconds of each as it is deployed."""
+    """Return the name, kind and time in microseconds of each measured layer."""
     return [
         (layer.name, layer.choice, 1e6 * taken)
         for layer in report.layers
@@ -311,7 +312,7 @@ def _times_of(report: DeployReport) -> list[tuple[str, str, float]]:
 
 
 class _Clock(TorchFunctionMode):
-    """Takes the time of each function of torch that Python calls."""
+    """A function mode that measures the time of each torch function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +328,7 @@ class _Clock(TorchFunctionMode):
 
 
 def _function_times(model: nn.Module, x: Tensor) -> list[tuple[str, float]]:
-    """The functions besides linear and convolutional layers that take longest; microseconds."""
+    """Return the slowest functions besides layers, with their times in microseconds."""
     runs: list[defaultdict[str, float]] = []
     for _ in range(11):
         with _Clock() as clock:
@@ -339,7 +340,7 @@ def _function_times(model: nn.Module, x: Tensor) -> list[tuple[str, float]]:
 
 
 def onnx_session(model: nn.Module, x: Tensor, threads: int) -> Callable[[], object] | None:
-    """A run of the dense model in ONNX Runtime, or None where that is not installed."""
+    """Return a function that runs the dense model in ONNX Runtime, or None without it."""
     try:
         check_installed()
     except ModuleNotFoundError:

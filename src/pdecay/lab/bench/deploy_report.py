@@ -1,4 +1,4 @@
-"""``pdecay bench deploy``: runs the measurements of ``bench_deploy.py``, shows and draws them."""
+"""``pdecay bench deploy``: measure sparse layers and models, print tables, write a figure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _COLORS = {0.9: GREEN, 0.95: BLUE, 0.99: VERMILION}
 
 def run(out: Path, *, quick: bool, console: Console | None = None) -> None:
     """Measure and print; write ``deploy.json``, ``.md``, ``.png`` and trained networks to `out`."""
-    console = console or Console(width=max(140, Console().width))  # its tables are wide
+    console = console or Console(width=max(140, Console().width))  # for wide tables
     threads = [1] if quick or (os.cpu_count() or 1) < 2 else [1, 2]
     layers: list[LayerCost] = []
     networks: list[NetworkCost] = []
@@ -55,8 +55,8 @@ def run(out: Path, *, quick: bool, console: Console | None = None) -> None:
                         *(network, sparsity, found, BATCHES, threads),
                         *(0.05 if quick else 2.0, status.update),
                     )
-            except DataError as error:  # the other measurements do not need it, and are not lost
-                console.print(f"{network.name} is left out: {error}", highlight=False)
+            except DataError as error:  # the other networks do not need these data
+                console.print(f"{network.name} is skipped: {error}", highlight=False)
     _show(console, layers, networks)
     results = {
         "machine": {**machine.describe(), "threads": " and ".join(map(str, threads))},
@@ -71,7 +71,7 @@ def run(out: Path, *, quick: bool, console: Console | None = None) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Four digits are more than a measurement has."""
+    """Round all floats to four significant digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
@@ -92,8 +92,9 @@ def _show(console: Console, layers: Sequence[LayerCost], networks: Sequence[Netw
     for cost in costs:
         if cost.wanted and cost.ratio < cost.wanted:
             console.print(
-                f"short of the aim: {cost.name}, batch {cost.batch}, {cost.threads} threads, "
-                f"{cost.sparsity:.0%}: {cost.ratio:.1f} times, not {cost.wanted:g}",
+                f"below the required speed-up: {cost.name}, batch {cost.batch}, "
+                f"{cost.threads} threads, {cost.sparsity:.0%}: {cost.ratio:.1f} times, "
+                f"not {cost.wanted:g}",
                 highlight=False,
             )
 
@@ -117,13 +118,13 @@ def _layer_table(costs: Sequence[LayerCost]) -> Table:
 
 
 def _network_table(costs: Sequence[NetworkCost]) -> Table:
-    """One network: its times, and where those of the deployed model go."""
+    """Return the times of a network and the shares of its layers and functions."""
     made = new_table(
         f"{costs[0].name}, trained: dense in torch and ONNX Runtime, and deployed",
         *("zeros", "acc. %", "threads", "batch", "dense us", "ONNX us", "us", "x dense", "x ONNX"),
         *("% in sparse", "% in dense", "% else", "kB", "file kB"),
     )
-    made.caption = "\n".join(_elsewhere(cost) for cost in costs)
+    made.caption = "\n".join(_other_functions(cost) for cost in costs)
     made.caption_justify = "left"
     for cost in costs:
         share = {"sparse": 0.0, "dense": 0.0}
@@ -148,19 +149,19 @@ def _network_table(costs: Sequence[NetworkCost]) -> Table:
     return made
 
 
-def _elsewhere(cost: NetworkCost) -> str:
-    """Where the time of a deployed model goes besides its layers."""
+def _other_functions(cost: NetworkCost) -> str:
+    """Return the shares of time that functions besides layers take."""
     parts = ", ".join(
         f"{name} {100 * taken / cost.deployed:.0f} %" for name, taken in cost.functions
     )
     return (
-        f"else, at {cost.sparsity:.0%} on {cost.threads} thread{'s' * (cost.threads > 1)}, "
-        f"batch {cost.batch}: {parts}"
+        f"other functions at {cost.sparsity:.0%} on {cost.threads} "
+        f"thread{'s' * (cost.threads > 1)}, batch {cost.batch}: {parts}"
     )
 
 
 def _markdown(layers: Sequence[LayerCost], networks: Sequence[NetworkCost]) -> str:
-    """Both tables as the documentation has them: ratios alone, a column for each of the threads."""
+    """Return both tables for the documentation: ratios only, one column for each thread count."""
     threads = list(dict.fromkeys(cost.threads for cost in layers))
     on = [f"{count} thread{'s' * (count > 1)}" for count in threads]
     rows = [["layer, zeros", "batch", *on, "aim"]]
@@ -206,7 +207,7 @@ def _pipes(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _draw(layers: Sequence[LayerCost], networks: Sequence[NetworkCost], path: Path) -> None:
-    """Bars: how many times faster than dense, for layers and for networks, on the most threads."""
+    """Draw the speed-ups of layers and networks as bars, for the largest number of threads."""
     with matplotlib.rc_context(FONTS):
         figure = Figure(figsize=(12, 8), layout="constrained")
         upper, lower = figure.subplots(2, 1)
@@ -246,7 +247,7 @@ def _bars(axes: Axes, costs: Sequence[LayerCost] | Sequence[NetworkCost], title:
 
 
 def _short(name: str) -> str:
-    """A name in short lines, for a tick of its own."""
+    """Break a name into short lines for an axis tick."""
     words = name.replace(" channels", "").replace("Conv2d ", "")
     words = words.replace("Linear 1024x1024", "Linear\n1024")
     return words.replace(", ", "\n")

@@ -1,8 +1,7 @@
-"""What a step costs, against torch's own: ratios, taken interleaved in one run, as medians.
+"""The time of an optimizer step relative to torch's fused optimizer.
 
-Absolute times on a shared machine say little; so every method steps on the same tensors in turn,
-round after round, and what is reported is its median in units of the median of torch's fused
-optimizer in the same rounds.
+Absolute times on a shared machine vary. All methods therefore step on the same tensors in turn for
+many rounds, and each is reported as the ratio of its median to that of torch's fused optimizer.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from pdecay.lab.models import GPT, ResNet
 from pdecay.lab.tasks import Task, get_task
 from pdecay.lab.train.loop import Trainer
 
-# So small that the weights stay what they are: the cost of a step is measured, not a training run.
+# Small enough that the weights hardly change: only the cost of a step is measured.
 LR, LAM = 1e-6, 1e-3
 ELASTIC = "0.8 + 2"
 NORMS: dict[str, Penalty] = {
@@ -55,16 +54,22 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to take a step; `norms` are those that it is measured with."""
+    """An optimizer to measure, with the penalties to measure it with.
+
+    Args:
+        make: makes the optimizer of weights with a penalty.
+        norms: the penalties by name.
+        path: the only fused kernel that may be used; None for the default.
+    """
 
     make: Make
     norms: Mapping[str, Penalty]
-    path: KernelName | None = None  # the only one of the fused paths that it may take
+    path: KernelName | None = None
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One measurement: a method's step on a model's weights."""
+    """The cost of a step of a method on the weights of a model."""
 
     model: str
     weights: int
@@ -76,7 +81,7 @@ class Cost:
 
 
 def adam_methods() -> dict[str, Method]:
-    """The first is the baseline; its state serves all others."""
+    """Return the methods by name. The first is the baseline, whose state all others share."""
     plain = {"": Lp(1, 0)}
     return {
         "AdamW fused": Method(lambda w, _: AdamW(w, LR, fused=True, weight_decay=0), plain),
@@ -91,7 +96,7 @@ def adam_methods() -> dict[str, Method]:
 
 
 def sgd_methods() -> dict[str, Method]:
-    """The first is the baseline; its state serves all others."""
+    """Return the methods by name. The first is the baseline, whose state all others share."""
 
     def psgd(weights: list[nn.Parameter], norm: Penalty) -> Optimizer:
         return PSGD(weights, LR, momentum=0.9, decay=norm, fused=True)
@@ -117,7 +122,7 @@ def _attached(weights: list[nn.Parameter], norm: Penalty) -> Optimizer:
 def steps(
     model: str, methods: Mapping[str, Method], rounds: int, say: Report = lambda _: None
 ) -> Iterator[Cost]:
-    """The cost of each method and norm on a model's shapes."""
+    """Measure each method and penalty on tensors with the shapes of a model."""
     with torch.device("meta"):
         shapes = [tuple(param.shape) for param in MODELS[model]().parameters()]
     yield from _measure(model, _weights(shapes), methods, rounds, say)
@@ -126,7 +131,7 @@ def steps(
 def growth(
     sizes: Sequence[int], rounds: int, say: Report = lambda _: None
 ) -> Iterator[tuple[int, Cost]]:
-    """The cost of PAdam fused from small to large, in square matrices of four million weights."""
+    """Measure PAdam fused by the number of weights, in matrices of at most 2048 x 2048."""
     every = adam_methods()
     methods = {
         "AdamW fused": every["AdamW fused"],
@@ -179,9 +184,9 @@ class _SparsePAdam(PAdamMethod):
 
 
 def first_use() -> dict[str, float]:
-    """Seconds that the first step takes in a new process, with an empty cache and with a full one.
+    """Return the seconds of the first step in a new process, with an empty and a full cache.
 
-    What importing torch and pdecay takes is not in it.
+    The time to import torch and pdecay is not included.
     """
     code = (
         "import time, torch, pdecay\n"
@@ -233,7 +238,7 @@ def _measure(
         if shared is None:
             optimizer.step()
             shared = optimizer.state
-        optimizer.state = shared  # one set of moments for all: only the step differs
+        optimizer.state = shared  # all share one set of moments
         steppers[name, norm] = functools.partial(_step, optimizer, method.path)
     extra = {cell: _extra_memory(step) / count for cell, step in steppers.items()}
     times: dict[tuple[str, str], list[float]] = {cell: [] for cell in cells}
@@ -255,13 +260,13 @@ def _step(optimizer: Optimizer, path: KernelName | None) -> None:
 
 
 def _extra_memory(step: Callable[[], None]) -> float:
-    """The most bytes that a step holds beyond those held before it, by the kernel's own count."""
-    step()  # whatever is made once, at first use
+    """Return the peak memory of a step in bytes beyond the memory before it."""
+    step()  # allocates buffers that are kept
     gc.collect()
     peak = Path("/proc/self/clear_refs")
     if not peak.exists():
         return float("nan")
-    peak.write_text("5")  # sets the peak to what is held now
+    peak.write_text("5")  # resets the peak to the current memory
     before = _memory("VmHWM")
     step()
     return max(0.0, _memory("VmHWM") - before)

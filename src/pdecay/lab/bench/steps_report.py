@@ -1,4 +1,4 @@
-"""``pdecay bench``: runs the measurements of ``bench.py``, shows, saves and draws them."""
+"""``pdecay bench``: measure optimizer steps, print tables, write ``bench.json`` and a figure."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def run(out: Path, parts: Sequence[str], *, quick: bool, console: Console | None
         if "train" in parts:
             try:
                 results["training"] = bench.training(20 if quick else 300, status.update)
-            except DataError as error:  # the other measurements need no data, and are not lost
-                console.print(f"training is left out: {error}", highlight=False)
+            except DataError as error:  # the other measurements need no data
+                console.print(f"training is skipped: {error}", highlight=False)
         if "start" in parts:
             status.update("first use, in new processes")
             results["first_use_seconds"] = bench.first_use()
@@ -73,7 +73,7 @@ def _show(console: Console, results: dict[str, Any], costs: Sequence[Cost]) -> N
             table.add_row(name, f"{ratio:.2f}")
         console.print(table)
     if "first_use_seconds" in results:
-        table = new_table("The first step of a process", "cache", "seconds")
+        table = new_table("First step in a new process", "cache", "seconds")
         for name, seconds in results["first_use_seconds"].items():
             table.add_row(name, f"{seconds:.2f}")
         console.print(table)
@@ -94,7 +94,7 @@ def _step_table(costs: Sequence[Cost]) -> Table:
 
 
 def _growth_table(grown: Sequence[dict[str, Any]]) -> Table:
-    table = new_table("From small to large, p = 0.8", "weights", "method", "ns/weight", "x fused")
+    table = new_table("By number of weights, p = 0.8", "weights", "method", "ns/weight", "x fused")
     for one in grown:
         table.add_row(
             f"{one['weights'] / 1e6:,.0f} M",
@@ -106,7 +106,7 @@ def _growth_table(grown: Sequence[dict[str, Any]]) -> Table:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """A table whose columns of numbers are to the right."""
+    """Return a table with right-aligned columns of numbers."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for i, column in enumerate(columns):
         numeric = i > 0 and column not in ("p", "method")
@@ -115,7 +115,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def _draw(costs: Sequence[Cost], path: Path) -> None:
-    """Bars of the ratio for each norm and model; a line at 1, which is torch's own price."""
+    """Draw the ratio for each p and model as bars, with a line at 1 for torch's fused optimizer."""
     models = list(dict.fromkeys(cost.model for cost in costs))
     with matplotlib.rc_context(
         {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
