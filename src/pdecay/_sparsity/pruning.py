@@ -132,6 +132,7 @@ class MagnitudePruning(_Pruning):
             a gradient.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Linear(8, 4)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> pruning = MagnitudePruning(optimizer, threshold=1e-2, total_steps=1000)
@@ -198,6 +199,7 @@ class GradualMagnitudePruning(_Pruning):
             a gradient. Sharded parameters (DTensors) are ranked over all ranks of their mesh.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Linear(8, 4)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> pruning = GradualMagnitudePruning(optimizer, sparsity=0.8, total_steps=1000)
