@@ -372,8 +372,8 @@ def test_in_place_residual_blocks_are_fused(clock, memory):
     deployed = deploy(model, x)
     assert not any(isinstance(module, nn.BatchNorm2d) for module in deployed.modules())
     for block in ("0", "1"):
-        for taken in ("ReLU after {}.conv1", "sum after {}.conv2", "ReLU after {}.conv2"):
-            assert f"the {taken.format(block)}" in deployed.report.folded
+        for fused in ("ReLU after {}.conv1", "sum after {}.conv2", "ReLU after {}.conv2"):
+            assert f"the {fused.format(block)}" in deployed.report.folded
     assert_same(deployed, model, x)
     assert_same(deployed, model, torch.randn(5, 4, 9, 12))
 
