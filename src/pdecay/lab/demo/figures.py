@@ -57,7 +57,7 @@ def accuracy_against_sparsity(results: Results, path: Path, *, subtitle: str) ->
             _curve(axes, name, summaries, style)
         _set_limits(axes, [*results.sparse, dense])
         # The curve is flat to the left of the first label, which is therefore placed well below it.
-        offsets = ((-32, -60), (-34, -28), (-30, -14))
+        offsets = ((-75, -85), (-34, -28), (-30, -14))
         for summary, offset in zip(results.marked, offsets, strict=False):
             _annotate(axes, summary, dense, offset)
         axes.set_xlabel("weights that are zero, %   (logarithmic in the remaining weights)")
