@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import pdecay
 from pdecay import Lp, attach
+from pdecay._optim import engine
 
 DECAY = Lp(0.8, 0.5)
 LR = 0.1
@@ -112,6 +113,18 @@ class TestOutermostCallOnly:
         expected = [decayed(sgd_step(param), param) for param in (inner_param, outer_param)]
         outer.step(inner.step)
         assert same([inner_param.detach(), outer_param.detach()], expected)
+
+
+def test_foreach_batches_are_bit_exact(exact, same, monkeypatch):
+    """Accelerators use foreach; here the choice is made for them."""
+    monkeypatch.setattr(engine, "use_foreach", lambda params, foreach: True)
+    params = [weight(seed=i) for i in range(3)] + [weight(seed=4, dtype=torch.float64)]
+    with_gradient(*params)
+    expected = [decayed(sgd_step(param), param) for param in params]
+    optimizer = SGD(params, lr=LR)
+    attach(optimizer, DECAY, **exact)
+    optimizer.step()
+    assert same([param.detach() for param in params], expected)
 
 
 class TestClosure:

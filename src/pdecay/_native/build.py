@@ -1,9 +1,9 @@
-"""Compile a C file of this folder at first use, and find it compiled ever after.
+"""Compilation of this folder's C files at first use, with a cache of the results.
 
 `load("step")` compiles `step.c` with the system's compiler into a shared library and opens it with
 ctypes. The library is kept per source, compiler, processor and OpenMP runtime in a private folder
-(`PDECAY_CACHE`, else `$XDG_CACHE_HOME/pdecay`, else `~/.cache/pdecay`). Whatever goes wrong ends in
-one `KernelUnavailable` with a reason of one line: the caller has another way to do the work.
+(`PDECAY_CACHE`, else `$XDG_CACHE_HOME/pdecay`, else `~/.cache/pdecay`). Every failure raises
+`KernelUnavailable` with a reason of one line; the caller falls back to another implementation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMMON = (
     "-fno-trapping-math",  # conditions as masks
     "-ffp-contract=fast",  # fused multiply-add
 )
-# From the fastest to what every compiler takes. The first (gcc's) asks for full vectors and for
+# From the fastest to the most portable. The first (gcc's) asks for full vectors and for
 # prefetches in every loop that walks memory: 15 to 20 % of a step, measured on one thread.
 TUNINGS = (
     (
@@ -61,7 +61,7 @@ TUNINGS = (
 
 
 class KernelUnavailable(RuntimeError):  # noqa: N818 (a state of this machine, not a mistake)
-    """A compiled kernel cannot be had here; the message says why, in one line."""
+    """A kernel cannot be compiled or loaded; the message gives the reason in one line."""
 
 
 _lock = threading.Lock()
@@ -69,9 +69,9 @@ _loaded: dict[str, ctypes.CDLL | KernelUnavailable] = {}
 
 
 def load(name: str, threads: bool = True) -> ctypes.CDLL:
-    """Return the shared library of `name`.c, compiled now or taken from the cache.
+    """Return the shared library of `name`.c, compiled now or loaded from the cache.
 
-    A failure is remembered: it costs its time once in a process.
+    A failure is cached too, so that a process tries only once.
 
     Args:
         name: the C file, without its extension.
@@ -88,7 +88,7 @@ def load(name: str, threads: bool = True) -> ctypes.CDLL:
                 _loaded[name] = KernelUnavailable(f"cannot build {name}.c: {_one_line(str(error))}")
         found = _loaded[name]
     if isinstance(found, KernelUnavailable):
-        raise KernelUnavailable(str(found))  # a fresh one: no old traceback grows with every raise
+        raise KernelUnavailable(str(found))  # a new error: the traceback of a cached one would grow
     return found
 
 
@@ -98,7 +98,7 @@ def _load(name: str, threads: bool) -> ctypes.CDLL:
     file_name = f"{name}-{_key(name, compiler, runtime)}.so"
     with contextlib.ExitStack() as stack:
         folder = _cache_folder()
-        if folder is None:  # nowhere to keep it: compile for this process only
+        if folder is None:  # no writable cache: compile for this process only
             temporary = tempfile.TemporaryDirectory(prefix="pdecay-")
             folder = Path(stack.enter_context(temporary))
         path = folder / file_name
@@ -107,9 +107,9 @@ def _load(name: str, threads: bool) -> ctypes.CDLL:
 
 
 def _open(path: Path) -> ctypes.CDLL | None:
-    """The library at `path`, or None where there is none that is whole and ours.
+    """Return the library at `path`, or None if it is missing, damaged or owned by someone else.
 
-    It ends with its own digest: half a library would not fail to load, it would crash (SIGBUS).
+    The file ends with its own digest, because loading a truncated library crashes (SIGBUS).
     """
     try:
         content = path.read_bytes()
@@ -122,10 +122,10 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> ctypes.CDLL:
-    """Compile into `path` by the first set of options that works, and open it.
+    """Compile into `path` by the first set of options that works, and load it.
 
-    The finished file is moved into place at once, so that of two processes that compile the same
-    kernel each finds a whole one.
+    The finished file is moved into place atomically, so that processes that compile the same
+    kernel at the same time never load a partial file.
     """
     reason = "no option tried"
     give_up = time.monotonic() + TIMEOUT
@@ -142,7 +142,7 @@ def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> c
                 _run([*compiler, "-shared", object_file, *link, "-lm", "-o", part])
             finally:
                 os.unlink(object_file)
-            ctypes.CDLL(part)  # before it is anyone's: all symbols must resolve
+            ctypes.CDLL(part)  # check that all symbols resolve before others see it
             content = Path(part).read_bytes()
             with open(part, "ab") as file:
                 file.write(hashlib.sha256(content).digest())
@@ -159,10 +159,10 @@ def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> c
 
 
 def _attempts(runtime: str | None) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Options to compile with and to link with, in the order in which to try them.
+    """Return the options to compile and to link with, in the order to try them.
 
-    The OpenMP runtime that torch has loaded comes first: a second one would bring threads of its
-    own, which spin while torch works. Without any, the kernels run on one thread.
+    The OpenMP runtime that torch has loaded comes first, because a second runtime would start
+    threads of its own, which spin while torch works. Without OpenMP, kernels use one thread.
     """
     openmp: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
     if runtime == NO_RUNTIME:
@@ -189,9 +189,9 @@ def _one_line(text: str) -> str:
 
 
 def _compiler() -> list[str]:
-    """The command of the C compiler: `CC` if set, else the first of cc, gcc, clang on the path."""
+    """Return the C compiler's command: `CC` if set, else cc, gcc or clang from the path."""
     if not hasattr(os, "getuid"):
-        raise KernelUnavailable("no kernels on this system: it is not a POSIX one")
+        raise KernelUnavailable("kernels need a POSIX system")
     given = shlex.split(os.environ.get("CC", ""))
     for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
         path = shutil.which(command[0])
@@ -202,9 +202,9 @@ def _compiler() -> list[str]:
 
 @functools.cache
 def _openmp_runtime() -> str | None:
-    """The file of the OpenMP runtime that this process has loaded already, torch's as a rule."""
-    import torch  # noqa: F401 (loads its runtime)
-
+    """Return the file of the OpenMP runtime that this process has loaded, usually torch's."""
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: F401 (loads its runtime)
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:  # not Linux
@@ -214,7 +214,7 @@ def _openmp_runtime() -> str | None:
 
 
 def _key(name: str, compiler: list[str], runtime: str | None) -> str:
-    """All that the library depends on, as a short name."""
+    """Return a hash of everything that the compiled library depends on."""
     program = os.stat(compiler[0])
     parts = [*compiler, str(program.st_size), str(program.st_mtime_ns), str(runtime)]
     parts += [*COMMON, repr(TUNINGS), platform.machine(), platform.system(), _processor()]
@@ -224,7 +224,7 @@ def _key(name: str, compiler: list[str], runtime: str | None) -> str:
 
 
 def _processor() -> str:
-    """What -march=native depends on: a home folder may be shared by different machines."""
+    """Return the processor's features: machines may share a home folder, and with it the cache."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -236,9 +236,9 @@ def _processor() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """The folder of compiled kernels, or None if none can be written.
+    """Return the folder of compiled kernels, or None if it cannot be written.
 
-    Code is run from it, so it has to be ours and closed to everyone else.
+    Code is loaded from it, so it must belong to this user and be closed to everyone else.
     """
     root = os.environ.get("PDECAY_CACHE")
     if not root:
