@@ -226,7 +226,7 @@ def test_loading_and_running_change_nothing_else_in_the_process(filled):
     assert state() == before
     big = [torch.rand(1 << 20) for _ in range(2)]
     for p in (0, 0.5, 0.8, 1, 2):
-        native.shrink_([big[0]], [big[1]], terms=[(p, 1e-3)], lr=1e-3)
+        native.decay_([big[0]], [big[1]], terms=[(p, 1e-3)], rate=1e-3)
         assert state() == before, p
     assert runtimes() == loaded or not loaded, runtimes()
     print("same")
