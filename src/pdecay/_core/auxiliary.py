@@ -4,7 +4,7 @@ The paper's step sets ``s = |w|^(p-2)`` anew each time, so a weight at zero has 
 stays there. A slower s lets weights leave zero, and penalises large ones until it has caught up
 (section 6).
 
-What is kept is not s but the *anchor*, the magnitude that s stands for: ``s = anchor^(p-2)``. The
+The state holds the *anchor*, the magnitude that s corresponds to: ``s = anchor^(p-2)``. The
 decay step is then the factor of the penalty at the anchor instead of at the weight, for every term
 of a sum and every p of a schedule at once. The anchor moves on the squares,
 
@@ -32,7 +32,7 @@ from pdecay._core.validation import check_count, check_number
 
 @dataclass(frozen=True)
 class Instant:
-    """s follows at once, at every step: the paper's default."""
+    """s is set to ``|w|^(p-2)`` at every step: the paper's default."""
 
     def plain(self) -> list[float]:
         return []
@@ -73,7 +73,7 @@ Auxiliary = Instant | Every | Slow
 
 
 def as_plain(auxiliary: object) -> list[float]:
-    """An auxiliary as ``[n, rate, start]``, as it stands in a parameter group; [] is Instant."""
+    """Convert an auxiliary to ``[n, rate, start]`` for a parameter group; [] is Instant."""
     if auxiliary is None:
         return []
     if isinstance(auxiliary, Instant | Every | Slow):
@@ -94,10 +94,10 @@ def decay_at_anchor_(
     penalty: Penalty,
     rate: float | Tensor,
 ) -> None:
-    """Decay a weight by its anchor's factor, then let the anchor follow.
+    """Decay a weight by its anchor's factor, then update the anchor.
 
-    The anchor is made here, after the optimizer's first update: many optimizers take an empty
-    state for the sign that they have to fill it.
+    The anchor is created here, after the optimizer's first update, because many optimizers
+    initialise their state only if it is empty.
     """
     if isinstance(rate, float) and not rate:
         return  # a skipped step changes nothing, the anchor included
@@ -116,9 +116,9 @@ def decay_at_anchor_(
 
 
 def _anchor_for(start: float, penalty: Penalty, dtype: torch.dtype) -> float:
-    """The magnitude at which s is `start`, for the term with the smallest p.
+    """Return the magnitude at which s is `start`, for the term with the smallest p.
 
-    Near p = 2, where s hardly depends on it, it may lie beyond the numbers there are.
+    It is clamped to the dtype's range, which it can exceed near p = 2.
     """
     p = min(p for p, _ in penalty.pairs())
     log = math.log(start) / (p - 2) if p != 2 else 0.0

@@ -1,11 +1,11 @@
-"""A parameter group's decay as plain numbers: how it is written, read, checked and restored.
+"""Decay settings of a parameter group as plain numbers: write, read, check, restore.
 
-Hyper-parameters live in ``optimizer.param_groups``, where schedulers, checkpoints and people look
-for them, and as plain numbers, so that ``torch.load(weights_only=True)`` takes them:
+Hyper-parameters live in ``optimizer.param_groups``, where schedulers and checkpoints find them, as
+plain numbers, so that ``torch.load(weights_only=True)`` accepts them:
 
     group["decay"]            [[p, lam], ...]; [] is no decay
-    group["decay_scale"]      what every lam is multiplied by (schedules and targets move it); one
-                              number, or a list with one for each parameter
+    group["decay_scale"]      multiplier of every lam, set by schedules and targets: one number, or
+                              a list with one for each parameter
     group["decay_lr"]         the decay's own learning rate; None follows group["lr"]
     group["decay_1d"]         whether tensors with fewer than two dimensions decay too. False where
                               the group was given no decay of its own: a bare list of parameters
@@ -32,17 +32,17 @@ DECAY_KEYS = ("decay", "decay_scale", "decay_lr", "decay_1d", "decay_auxiliary")
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a group is given that says nothing of its own."""
+    """Settings for groups without their own."""
 
     penalty: Penalty | None
     auxiliary: list[float] = field(default_factory=list)
 
 
 def write_settings(group: Group, defaults: Defaults) -> None:
-    """Bring a group's settings into their plain form; `defaults` where it has none of its own.
+    """Convert a group's settings to plain numbers; use `defaults` for missing ones.
 
     Raises:
-        TypeError, ValueError: if one of them is no setting; the group is not changed then.
+        TypeError, ValueError: if a setting is invalid; the group is then unchanged.
     """
     own = "decay" in group
     penalty = as_penalty(group["decay"]) if own else defaults.penalty
@@ -62,7 +62,7 @@ def write_settings(group: Group, defaults: Defaults) -> None:
 
 
 def groups_with_settings(params: Iterable[Any], defaults: Defaults) -> list[Group]:
-    """Parameters in any form that a torch optimizer takes, as groups with their settings."""
+    """Convert parameters, in any form that torch optimizers accept, to groups with settings."""
     if isinstance(params, Tensor):
         raise TypeError("params must be a list of tensors or of groups, got one tensor")
     given = list(params)
@@ -75,19 +75,19 @@ def groups_with_settings(params: Iterable[Any], defaults: Defaults) -> list[Grou
 
 
 def group_with_settings(group: Group, defaults: Defaults) -> Group:
-    """A group as a user gives it, with its settings; the user's own dict is left alone."""
+    """Return a copy of a user's group with its settings."""
     group = {**group, "params": _listed(group["params"])}
     write_settings(group, defaults)
     return group
 
 
 def penalty_of(group: Group) -> Penalty | None:
-    """The penalty that a group's plain numbers stand for; None where it decays nothing."""
+    """Return the penalty of a group; None if it does not decay."""
     return as_penalty(group["decay"])
 
 
 def scale_of(param: Tensor, index: int, group: Group) -> float:
-    """What lam is multiplied by for the group's parameter at this index; 0 if it does not decay."""
+    """Return the multiplier of lam for the parameter at this index; 0 if it does not decay."""
     if not group["decay"] or not (group["decay_1d"] or is_lazy(param) or param.ndim >= 2):
         return 0.0
     scale = group["decay_scale"]
@@ -95,7 +95,7 @@ def scale_of(param: Tensor, index: int, group: Group) -> float:
 
 
 def scales_of(params: Sequence[Tensor], group: Group) -> list[float]:
-    """`scale_of` of some of the group's parameters, such as those that have a gradient."""
+    """Return `scale_of` some of the group's parameters, such as those with a gradient."""
     if not isinstance(group["decay_scale"], list):  # the index does not matter
         return [scale_of(param, 0, group) for param in params]
     places = {param: i for i, param in enumerate(group["params"])}
@@ -103,16 +103,16 @@ def scales_of(params: Sequence[Tensor], group: Group) -> list[float]:
 
 
 def decayed_params(group: Group) -> list[Tensor]:
-    """The parameters that the group's decay is there for, whatever its scale is now."""
+    """Return the parameters that the group decays, regardless of the current scale."""
     unscaled = {**group, "decay_scale": 1.0}
     return [param for i, param in enumerate(group["params"]) if scale_of(param, i, unscaled)]
 
 
 def complete_checkpoint(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:
-    """A checkpoint with the settings that it lacks taken from `groups`, and checked.
+    """Return a checkpoint with missing settings taken from `groups`, after checking them.
 
-    A checkpoint of plain AdamW, or from before ``attach``, knows nothing of a decay. Nothing is
-    changed in place, so that an error leaves both the checkpoint and the optimizer as they were.
+    A checkpoint of plain AdamW, or from before ``attach``, has no decay settings. Nothing is
+    changed in place, so that an error leaves the checkpoint and the optimizer unchanged.
     """
     if len(state_dict["param_groups"]) != len(groups):
         return state_dict  # torch has the clear error for this

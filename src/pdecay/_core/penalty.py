@@ -62,7 +62,7 @@ class Penalty:
             return _weighted_powers(x, shares)
 
     def factor(self, w_old: Array, lr: float | Array) -> Array:
-        """What the weights are multiplied by after the optimizer's own update, between 0 and 1.
+        """Return the factor, between 0 and 1, that multiplies the weights after the update.
 
         ``1 / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2))``, elementwise, in single precision for
         half-precision weights (a factor near 1 would round to 1), by magnitude for complex ones.
@@ -70,7 +70,7 @@ class Penalty:
         Guarded points: where ``lr * lam`` is 0 the factor is 1 everywhere, also at w_old = 0.
         Where it is not, the power is infinite at w_old = 0 for p < 2, and the factor exactly 0.
         """
-        # An lr that lies on a device stays there: asking for its value would mean to wait for it.
+        # An lr on a device is not read: that would wait for the device.
         is_array = hasattr(lr, "dtype") and not isinstance(lr, numbers.Real)
         rate = None if is_array else check_number("lr", lr)
         x = magnitude(w_old)
@@ -93,7 +93,7 @@ class Penalty:
 
     @property
     def absorbs(self) -> bool:
-        """Whether zero is a fixed point of the step: it is for p < 2."""
+        """Whether zero is a fixed point of the step, which holds for p < 2."""
         return any(term.p < 2 and term.lam > 0 for term in self.terms)
 
     def pairs(self) -> list[list[float]]:
@@ -158,7 +158,7 @@ class Sum(Penalty):
 
 
 def as_penalty(decay: object) -> Penalty | None:
-    """A decay as users write it, or as a checkpoint holds it, turned into a penalty or None.
+    """Convert a user's or a checkpoint's decay to a penalty or None.
 
     Raises:
         TypeError: if it is neither an Lp, a sum of them, None, nor a list of [p, lam] pairs.

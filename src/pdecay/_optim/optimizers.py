@@ -40,7 +40,7 @@ _DEFAULT_DECAY = Lp(1, 1e-2)
 
 
 class _Decaying(Optimizer):
-    """What PAdam and PSGD share: the settings in their groups, and the loop over the groups."""
+    """Common base of PAdam and PSGD: decay settings in the groups, and the loop over groups."""
 
     _decays = True
 
@@ -56,7 +56,7 @@ class _Decaying(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimization step: the optimizer's own update, then the decay.
+        """Run one step: the optimizer's own update, then the decay.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -66,7 +66,7 @@ class _Decaying(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Every rate is asked for first: a bad one is an error before any weight moves.
+        # All rates first: raise for a bad one before any weight changes.
         rates = [decay_rate(group, self) for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             self._update(group, rate)

@@ -20,12 +20,12 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of the tensor lies here: the local part of a DTensor."""
+    """Return the local part of a DTensor; other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor's numbers lie without gap or overlap, in whatever order of dimensions."""
+    """Check that the memory has no gaps and no overlap, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -90,7 +90,7 @@ class Batch:
         return result
 
     def finish(self) -> None:
-        """After the kernel: what it wrote into copies goes where it belongs."""
+        """Copy results back from converted tensors, and tell autograd of the changes."""
         for original, copy in self._copies:
             with torch.no_grad():
                 original.copy_(copy)
