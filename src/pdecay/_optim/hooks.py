@@ -85,8 +85,8 @@ class StepHooks:
     @_disable_dynamo
     @torch.no_grad()
     def _pre_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        frame = calling_step()
-        if self._outer_step is not None and is_inside(frame, self._outer_step):
+        frame = _calling_step()
+        if self._outer_step is not None and _is_inside(frame, self._outer_step):
             return
         self._outer_step = frame
         self.before_step(has_closure=any(callable(arg) for arg in (*args[1:], *kwargs.values())))
@@ -94,7 +94,7 @@ class StepHooks:
     @_disable_dynamo
     @torch.no_grad()
     def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if calling_step() is self._outer_step:
+        if _calling_step() is self._outer_step:
             self._outer_step = None
             self.after_step()
 
@@ -158,7 +158,7 @@ def check_takes_hooks(optimizer: object, caller: str) -> None:
         ) from None
 
 
-def calling_step() -> FrameType:
+def _calling_step() -> FrameType:
     """Return the frame of the ``step()`` that runs the hook; torch runs both hooks in one frame.
 
     A counter of nested calls would be wrong after a step that raised, because torch then skips the
@@ -172,7 +172,7 @@ def calling_step() -> FrameType:
     raise RuntimeError("a step hook was called outside an optimizer's step()")
 
 
-def is_inside(frame: FrameType | None, outer: FrameType) -> bool:
+def _is_inside(frame: FrameType | None, outer: FrameType) -> bool:
     """Check whether `outer` is among the callers of `frame`."""
     while frame is not None:
         if frame is outer:
