@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pdecay import PSGD, Lp, PAdam, attach
+from pdecay._core.ramp import cubic_ramp, linear_ramp
 from pdecay._sparsity.pruning import GradualMagnitudePruning, MagnitudePruning
-from pdecay._sparsity.ramp import cubic_ramp, linear_ramp
 from pdecay._sparsity.ranking import count_zeros
 
 

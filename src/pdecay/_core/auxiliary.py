@@ -14,6 +14,8 @@ which is descent on the extended penalty, ``dR/ds = (lam/2) * (w^2 - anchor^2)``
 itself is stiff (s spans forty orders of magnitude) and can turn s negative; a step on log s jumps
 to infinity at w = 0 whatever the rate. On the squares it stays positive and stable for any rate in
 (0, 1], is the paper's at rate 1, and lets s at a zero weight grow exponentially, not at once.
+
+This module imports without torch. The step on torch tensors is in ``anchors.py``.
 """
 
 from __future__ import annotations
@@ -23,10 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from pdecay._core.penalty import Penalty
 from pdecay._core.validation import check_count, check_number
 
 
@@ -87,43 +85,16 @@ def as_plain(auxiliary: object) -> list[float]:
     raise TypeError(f"auxiliary must be Instant(), Every(n), Slow(rate) or None, got {auxiliary!r}")
 
 
-def decay_at_anchor_(
-    param: Tensor,
-    state: dict[str, Any],
-    plain: Sequence[float],
-    penalty: Penalty,
-    rate: float | Tensor,
-) -> None:
-    """Decay a weight by its anchor's factor, then update the anchor.
-
-    The anchor is created here, after the optimizer's first update, because many optimizers
-    initialise their state only if it is empty.
-    """
-    if isinstance(rate, float) and not rate:
-        return  # a skipped step changes nothing, the anchor included
-    every, follow, start = plain
-    anchor = state.get("anchor")
-    if anchor is None:
-        dtype = param.dtype.to_real() if param.is_complex() else param.dtype
-        anchor = torch.full_like(param, _anchor_for(start, penalty, dtype), dtype=dtype)
-        state["anchor"] = anchor
-        state["anchor_steps"] = 0
-    param.mul_(penalty.factor(anchor, rate))
-    state["anchor_steps"] += 1
-    if state["anchor_steps"] % every == 0:
-        # hypot, since the squares of small weights underflow
-        anchor.copy_(torch.hypot(math.sqrt(1 - follow) * anchor, math.sqrt(follow) * param.abs()))
-
-
-def _anchor_for(start: float, penalty: Penalty, dtype: torch.dtype) -> float:
+def first_anchor(start: float, pairs: Sequence[Sequence[float]], precision: Any) -> float:
     """Return the magnitude at which s is `start`, for the term with the smallest p.
 
-    It is clamped to the dtype's range, which it can exceed near p = 2.
+    Near p = 2, where s hardly depends on the magnitude, the result may overflow or underflow. It
+    is kept in the range of `precision`, the ``finfo`` of the weights.
     """
-    p = min(p for p, _ in penalty.pairs())
+    p = min(p for p, _ in pairs)
     log = math.log(start) / (p - 2) if p != 2 else 0.0
-    range_ = torch.finfo(dtype)
-    return math.exp(min(max(log, math.log(range_.smallest_normal)), math.log(range_.max) - 1))
+    least, most = math.log(precision.smallest_normal), math.log(precision.max) - 1
+    return math.exp(min(max(log, least), most))
 
 
 def _check_start(start: object) -> None:

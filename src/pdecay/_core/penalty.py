@@ -176,6 +176,24 @@ def as_penalty(decay: object) -> Penalty | None:
     )
 
 
+def factor_of(w_old: Array, pairs: Sequence[tuple[Array, Array]], lr: float | Array) -> Array:
+    """Return :meth:`Penalty.factor` for pairs (p, lam) of which some are arrays without a value.
+
+    A schedule under ``jax.jit`` has no value while the function is traced, so nothing is checked:
+    p, lam and lr must be at least 0.
+    """
+    x = magnitude(w_old)
+    xp = namespace(x)
+    low, high = _normal_range(x)
+    total = xp.zeros_like(x)
+    for p, lam in pairs:
+        weight = xp.astype(xp.asarray(lr * lam), x.dtype)
+        power = x ** xp.astype(xp.asarray(p - 2.0), x.dtype)
+        # 0 * inf is not a number: a term of weight 0 is left out
+        total = total + xp.where(weight > 0, xp.clip(weight, low, high) * power, 0.0)
+    return 1 / (1 + total)
+
+
 def magnitude(w: Array) -> Array:
     """``|w|`` in fresh memory and at least single precision, subnormal numbers as 0.
 

@@ -24,7 +24,7 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from pdecay._core.auxiliary import decay_at_anchor_
+from pdecay._core.anchors import decay_at_anchor_
 from pdecay._core.group_settings import Group, penalty_of, scales_of
 from pdecay._core.penalty import Penalty
 from pdecay._core.tensors import TensorList

@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from pdecay._core.penalty import magnitude
+from pdecay._core.ramp import cubic_ramp, linear_ramp
 from pdecay._core.validation import check_count, check_number
 from pdecay._optim.hooks import StepHooks, is_skipped, unwrap
-from pdecay._sparsity.ramp import cubic_ramp, linear_ramp
 from pdecay._sparsity.ranking import (
     count_weights,
     count_zeros,

@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 
 from pdecay._core.group_settings import Group
 from pdecay._core.penalty import as_penalty
+from pdecay._core.ramp import cubic_ramp
 from pdecay._core.validation import check_count, check_number
 from pdecay._optim.attachment import attachment_of
 from pdecay._optim.engine import decay_rate
@@ -52,7 +53,6 @@ from pdecay._sparsity.pools import (
     make_pools,
     steered,
 )
-from pdecay._sparsity.ramp import cubic_ramp
 from pdecay._sparsity.ranking import (
     count_zeros,
     group_of,

@@ -1,0 +1,42 @@
+"""The decay step of torch tensors with a slow auxiliary variable; see ``auxiliary.py``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdecay._core.auxiliary import first_anchor
+from pdecay._core.penalty import Penalty
+
+
+def decay_at_anchor_(
+    param: Tensor,
+    state: dict[str, Any],
+    plain: Sequence[float],
+    penalty: Penalty,
+    rate: float | Tensor,
+) -> None:
+    """Decay a weight by its anchor's factor, then update the anchor.
+
+    The anchor is created here, after the optimizer's first update, because many optimizers
+    initialise their state only if it is empty.
+    """
+    if isinstance(rate, float) and not rate:
+        return  # a skipped step changes nothing, the anchor included
+    every, follow, start = plain
+    anchor = state.get("anchor")
+    if anchor is None:
+        dtype = param.dtype.to_real() if param.is_complex() else param.dtype
+        value = first_anchor(start, penalty.pairs(), torch.finfo(dtype))
+        anchor = torch.full_like(param, value, dtype=dtype)
+        state["anchor"] = anchor
+        state["anchor_steps"] = 0
+    param.mul_(penalty.factor(anchor, rate))
+    state["anchor_steps"] += 1
+    if state["anchor_steps"] % every == 0:
+        # hypot, since the squares of small weights underflow
+        anchor.copy_(torch.hypot(math.sqrt(1 - follow) * anchor, math.sqrt(follow) * param.abs()))
