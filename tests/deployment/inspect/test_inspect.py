@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import struct
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -13,7 +16,8 @@ from torch import nn
 
 import pdecay
 from pdecay.deployment.files import FileFormatError, save
-from pdecay.deployment.inspect import histogram, inspect
+from pdecay.deployment.files.codec import BLOCK
+from pdecay.deployment.inspect import histogram, inspect, sources
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -288,3 +292,90 @@ def test_figure_needs_matplotlib_but_table_does_not(run_cli, tmp_path, monkeypat
     assert error == (
         "pdecay inspect: error: matplotlib is not installed: pip install 'pdecay[lab]'\n"
     )
+
+
+def write_zip(path, state, compression=zipfile.ZIP_STORED, change=lambda name, data: data):
+    """Write a torch.save file, and rewrite its archive with other contents or compression."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(path, "w", compression) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, change(entry.filename, old.read(entry)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR) tensor support is in beta")
+@pytest.mark.parametrize("layout", ["coo", "csr", "bsr"])
+def test_sparse_tensor_with_indices_out_of_range(tmp_path, layout):
+    convert = {
+        "coo": lambda t: t.to_sparse(),
+        "csr": lambda t: t.to_sparse_csr(),
+        "bsr": lambda t: t.to_sparse_bsr((2, 2)),
+    }[layout]
+    state = {"w": convert(torch.eye(4))}
+    path = tmp_path / "file.pt"
+    write_zip(path, state)
+    assert inspect(path).layers[0].counts.exact_zeros == 12
+
+    def damage(name, data):  # the index of the last element
+        last = struct.pack("<2q", 0, 1) if layout == "bsr" else struct.pack("<2q", 2, 3)
+        return data.replace(last, struct.pack("<2q", 0, 10**8))
+
+    write_zip(path, state, change=damage)
+    with pytest.raises(FileFormatError, match=r"torch.load\(weights_only=True\) failed"):
+        inspect(path)
+
+
+def test_sparse_tensor_is_not_expanded(tmp_path):
+    indices = torch.tensor([[0, 3, 3], [1, 999, 2]])
+    matrix = torch.sparse_coo_tensor(indices, torch.ones(3), (10**9, 1000))
+    blocks = torch.sparse_coo_tensor(indices[:1, :2], torch.eye(2), (5, 2))
+    torch.save({"w": matrix, "blocks": blocks}, tmp_path / "file.pt")
+    layer, hybrid = inspect(tmp_path / "file.pt").layers
+    assert layer.counts.exact_zeros == 10**12 - 3
+    assert (layer.counts.dead_rows, layer.counts.dead_columns) == (10**9 - 2, 997)
+    assert (hybrid.counts.exact_zeros, hybrid.counts.dead_rows) == (8, 3)
+
+
+def test_tensors_that_share_memory_are_bounded(tmp_path):
+    torch.save({"w": torch.ones(1).expand(10**6, 10**6)}, tmp_path / "file.pt")
+    with pytest.raises(FileFormatError, match="elements share memory"):
+        inspect(tmp_path / "file.pt")
+
+
+def test_strided_tensor_is_read_block_by_block(tmp_path):
+    weight = torch.arange(3_000_000.0).view(1000, 3000)
+    state = {"t": weight.t(), "conj": torch.complex(weight, weight).conj(), "v": weight[:, ::2]}
+    torch.save(state, tmp_path / "file.pt")
+    layers = inspect(tmp_path / "file.pt").layers
+    assert [layer.counts.exact_zeros for layer in layers] == [1, 1, 1]
+    assert [layer.counts.dead_rows for layer in layers] == [0, 0, 0]
+    parts = list(sources._parts(state["t"]))
+    assert max(part.numel() for part in parts) <= BLOCK
+    assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), weight.t().reshape(-1))
+
+
+def test_compressed_archive_is_refused(tmp_path):
+    write_zip(tmp_path / "file.pt", {"w": torch.zeros(10**6)}, zipfile.ZIP_DEFLATED)
+    assert (tmp_path / "file.pt").stat().st_size < 10**4
+    with pytest.raises(FileFormatError, match="is compressed"):
+        inspect(tmp_path / "file.pt")
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_damaged_torch_files_raise_file_format_errors(tmp_path, new_format):
+    state = {"w": torch.ones(3), "s": torch.eye(3).to_sparse(), "q": {"a": torch.ones(2)}}
+    torch.save(state, tmp_path / "good.pt", _use_new_zipfile_serialization=new_format)
+    good = (tmp_path / "good.pt").read_bytes()
+    random = np.random.default_rng(0)
+    path = tmp_path / "bad.pt"
+    failed = 0
+    for _ in range(400):
+        content = bytearray(good)
+        for at in random.integers(2, len(good), random.integers(1, 6)):
+            content[at] = random.integers(256)
+        path.write_bytes(content[: random.integers(2, len(good))] if failed % 10 == 0 else content)
+        try:
+            str(inspect(path))
+        except FileFormatError:
+            failed += 1
+    assert failed > 20

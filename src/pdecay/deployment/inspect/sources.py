@@ -1,10 +1,17 @@
-"""Readers of weight files of all kinds, which yield their tensors block by block."""
+"""Readers of weight files of all kinds, which yield their tensors block by block.
+
+Files are untrusted. Of a ``torch.save`` file, `torch.load` checks only the types, so this module
+checks the rest before it reads an element: sparse tensors have valid indices, nothing is
+compressed, and the elements to read are bounded by the file's size. A few hundred bytes can
+otherwise claim terabytes by strides of zero or by compression.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pdecay.deployment.files.codec import BLOCK, Encoding
 from pdecay.deployment.files.container import FileFormatError, short_repr
 from pdecay.deployment.files.dtypes import BY_TORCH, to_array
 from pdecay.deployment.files.model_io import tie_key
 from pdecay.deployment.files.reader import Block, TensorFile
-from pdecay.deployment.files.table import Row
+from pdecay.deployment.files.table import EXPANSION, Row
 
 # Usual keys of the model's state dict in a checkpoint.
 _USUAL_KEYS = ("state_dict", "model_state_dict", "model", "module")
@@ -55,7 +62,7 @@ def open_weights(path: str | os.PathLike[str], key: str | None = None) -> Iterat
         key: the key of the state dict in a checkpoint.
     """
     if is_torch_file(path):
-        yield _torch_weights(read_state_dict(path, key))
+        yield _torch_weights(read_state_dict(path, key), EXPANSION * os.path.getsize(path))
         return
     if key is not None:
         raise FileFormatError("a key needs a torch.save checkpoint, which this file is not")
@@ -116,13 +123,16 @@ def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dic
 
 def _unpickle(path: str | os.PathLike[str]) -> object:
     try:
-        try:
+        # torch.load checks the indices of sparse tensors only in this context. Wrong ones make
+        # operations read and write foreign memory.
+        with torch.sparse.check_sparse_tensor_invariants():
+            if not zipfile.is_zipfile(path):  # the old format, which cannot be memory-mapped
+                return torch.load(path, map_location="cpu", weights_only=True)
+            _check_uncompressed(path)
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            return torch.load(path, map_location="cpu", weights_only=True)  # the old format
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except (FileFormatError, OSError):
+        raise
+    except Exception as error:  # a damaged pickle can raise any error
         reason = _COLORS.sub("", str(error)).split("\n")[0][:200]
         raise FileFormatError(
             f"torch.load(weights_only=True) failed ({type(error).__name__}: {reason}); expected a "
@@ -130,36 +140,101 @@ def _unpickle(path: str | os.PathLike[str]) -> object:
         ) from None
 
 
+def _check_uncompressed(path: str | os.PathLike[str]) -> None:
+    """Raise if a zip archive has compressed entries, which could fill the memory."""
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise FileFormatError(
+                    f"{short_repr(entry.filename)} is compressed, but torch.save compresses "
+                    "nothing: save the state dict again"
+                )
+
+
 def _tensors(mapping: Mapping[Any, object]) -> dict[str, Tensor]:
     return {str(name): value for name, value in mapping.items() if isinstance(value, Tensor)}
 
 
-def _torch_weights(state: Mapping[str, Tensor]) -> WeightFile:
+def _torch_weights(state: Mapping[str, Tensor], limit: int) -> WeightFile:
+    """Return the sources of a state dict whose elements take at most `limit` bytes."""
     sources: list[Source] = []
     ties: dict[str, str] = {}
     first_names: dict[object, str] = {}
     for name, tensor in state.items():
+        _check_countable(name, tensor)
         first = first_names.setdefault(tie_key(tensor), name)
         if first == name:
             sources.append(_tensor_source(name, tensor))
         else:
             ties[name] = first
+    needed = sum(source.row.stored_nbytes for source in sources)
+    if needed > limit:
+        raise FileFormatError(
+            f"the tensors have {needed:,} bytes, more than {limit:,}, {EXPANSION} times the file's "
+            "size: their elements share memory; save contiguous tensors"
+        )
     return WeightFile("torch.save file", {}, sources, ties)
 
 
-def _tensor_source(name: str, tensor: Tensor) -> Source:
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    if tensor.dtype not in BY_TORCH or tensor.is_meta:
-        problem = "no values" if tensor.is_meta else f"dtype {tensor.dtype}"
-        raise FileFormatError(f"{short_repr(name)} has {problem}, which cannot be counted")
+def _check_countable(name: str, tensor: Tensor) -> None:
+    problem = None
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested:
+        problem = f"is a {type(tensor).__name__}, expected a plain tensor"
+    elif tensor.is_meta:
+        problem = "has no values, which cannot be counted"
+    elif tensor.dtype not in BY_TORCH and not tensor.is_quantized:
+        problem = f"has dtype {tensor.dtype}, which cannot be counted"
+    elif math.prod(tensor.shape) >= 2**63:
+        problem = f"has the shape {short_repr(list(tensor.shape))}, which is too large"
+    if problem:
+        raise FileFormatError(f"{short_repr(name)} {problem}")
 
-    def blocks() -> Iterator[Block]:
-        array = to_array(tensor if tensor.layout == torch.strided else tensor.to_dense())
+
+def _tensor_source(name: str, tensor: Tensor) -> Source:
+    shape, size = tuple(tensor.shape), math.prod(tensor.shape)
+    if tensor.layout != torch.strided:
+        stored = (tensor._values() if tensor.is_sparse else tensor.values()).numel()
+        # The size of the indices, at most: one number of 8 bytes per element and dimension.
+        encoding = Encoding("coo", size, stored, unary_bytes=8 * len(shape) * stored)
+        row = Row(name, BY_TORCH[tensor.dtype], shape, encoding)
+        return Source(row, partial(_sparse_blocks, tensor))
+    dtype = torch.float32 if tensor.is_quantized else tensor.dtype
+    row = Row(name, BY_TORCH[dtype], shape, Encoding("dense", size, size))
+    return Source(row, partial(_dense_blocks, tensor))
+
+
+def _dense_blocks(tensor: Tensor) -> Iterator[Block]:
+    tensor = tensor.dequantize() if tensor.is_quantized else tensor
+    begin = 0
+    for part in _parts(tensor.detach()):
+        array = to_array(part)
         for start in range(0, array.size, BLOCK):
             block = array[start : start + BLOCK]
-            yield slice(start, start + len(block)), np.ascontiguousarray(block)
+            yield slice(begin, begin + len(block)), np.ascontiguousarray(block)
+            begin += len(block)
 
-    size = tensor.numel()
-    encoding = Encoding("dense", size, size)
-    return Source(Row(name, BY_TORCH[tensor.dtype], tuple(tensor.shape), encoding), blocks)
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield consecutive parts in row-major order that are contiguous or small enough to copy."""
+    is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    if is_plain or tensor.numel() <= BLOCK:
+        yield tensor
+        return
+    rows = BLOCK // (tensor.numel() // len(tensor))
+    for part in tensor.split(max(1, rows)):
+        yield from _parts(part if rows else part[0])
+
+
+def _sparse_blocks(tensor: Tensor) -> Iterator[Block]:
+    """Yield the stored elements of a sparse tensor, without making it dense."""
+    tensor = tensor.detach().to_sparse_coo().coalesce()
+    indices, values = tensor.indices(), tensor.values()
+    inner = math.prod(values.shape[1:])  # a hybrid tensor stores a dense block at each index
+    start = torch.zeros(len(values), dtype=torch.int64)
+    for index, size in zip(indices, tensor.shape, strict=False):
+        start = start * size + index
+    where = (start[:, None] * inner + torch.arange(inner)).flatten().numpy()
+    array = to_array(values)
+    for begin in range(0, array.size, BLOCK):
+        block = slice(begin, begin + BLOCK)
+        yield where[block], np.ascontiguousarray(array[block])
