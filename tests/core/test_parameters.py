@@ -31,6 +31,11 @@ def norm(name, shape=(4, 4)):
     return module
 
 
+def attached(optimizer, decay):
+    attach(optimizer, decay)
+    return optimizer
+
+
 def small():
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
 
@@ -189,7 +194,7 @@ class TestByName:
             lambda groups, decay: PAdam(groups, lr=0.1, decay=decay, foreach=False),
             lambda groups, decay: PAdam(groups, lr=0.1, decay=decay, foreach=True),
             lambda groups, decay: PSGD(groups, lr=0.1, decay=decay, foreach=False),
-            lambda groups, decay: attach(torch.optim.SGD(groups, lr=0.1), decay).optimizer,
+            lambda groups, decay: attached(torch.optim.SGD(groups, lr=0.1), decay),
         ],
         ids=["PAdam", "PAdam foreach", "PSGD", "attach"],
     )

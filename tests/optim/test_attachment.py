@@ -527,12 +527,6 @@ class TestBadInput:
             attach(optimizer, DECAY)
         assert "decay" not in optimizer.param_groups[0]
 
-    def test_no_parameters(self):
-        optimizer = SGD([{"params": []}], lr=LR)
-        with pytest.raises(ValueError, match="the optimizer has no parameters"):
-            attach(optimizer, DECAY)
-        assert "decay" not in optimizer.param_groups[0]
-
 
 class TestCheckpoint:
     def test_from_before_attach_keeps_the_settings(self, exact, same):

@@ -25,8 +25,6 @@ def decay_at_anchor_(
     The anchor is created here, after the optimizer's first update, because many optimizers
     initialise their state only if it is empty.
     """
-    if isinstance(rate, float) and not rate:
-        return  # a skipped step changes nothing, the anchor included
     every, follow, start = plain
     anchor = state.get("anchor")
     if anchor is None:
@@ -35,8 +33,15 @@ def decay_at_anchor_(
         anchor = torch.full_like(param, value, dtype=dtype)
         state["anchor"] = anchor
         state["anchor_steps"] = 0
+    # A skipped step, or one with lr = 0, changes nothing. It still creates the anchor, because
+    # torch.distributed.checkpoint creates the state that it loads into by a step with lr = 0.
+    if isinstance(rate, float) and not rate:
+        return
     param.mul_(penalty.factor(anchor, rate))
     state["anchor_steps"] += 1
     if state["anchor_steps"] % every == 0:
         # hypot, since the squares of small weights underflow
-        anchor.copy_(torch.hypot(math.sqrt(1 - follow) * anchor, math.sqrt(follow) * param.abs()))
+        moved = torch.hypot(math.sqrt(1 - follow) * anchor, math.sqrt(follow) * param.abs())
+        if isinstance(rate, Tensor):  # on a device; it may be 0
+            moved = torch.where(rate > 0, moved, anchor)
+        anchor.copy_(moved)

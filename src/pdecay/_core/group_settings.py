@@ -6,7 +6,8 @@ plain numbers, so that ``torch.load(weights_only=True)`` accepts them:
     group["decay"]            [[p, lam], ...]; [] is no decay
     group["decay_scale"]      multiplier of every lam, set by schedules and targets: one number, or
                               a list with one for each parameter
-    group["decay_lr"]         the decay's own learning rate; None follows group["lr"]
+    group["decay_lr"]         the decay's own learning rate; None follows group["lr"]. A step with
+                              group["lr"] = 0 decays nothing in either case
     group["decay_1d"]         whether tensors with fewer than two dimensions decay too. False where
                               the group was given no decay of its own: a bare list of parameters
                               holds biases and norms, which must be spared
@@ -49,6 +50,7 @@ def write_settings(group: Group, defaults: Defaults) -> None:
     scale = group.get("decay_scale", 1.0)
     lr = group.get("decay_lr")
     one_d = group.get("decay_1d", own)
+    check_not_differentiable(group)
     if not isinstance(one_d, bool):
         raise TypeError(f"decay_1d must be True or False, got {one_d!r}")
     plain = {
@@ -68,10 +70,9 @@ def groups_with_settings(params: Iterable[Any], defaults: Defaults) -> list[Grou
     given = list(params)
     if given and not isinstance(given[0], dict):
         given = [{"params": given}]
-    groups = [group_with_settings(group, defaults) for group in given]
-    if not any(group["params"] for group in groups):
+    if not given:
         raise ValueError("there is nothing to optimize: the parameter list is empty")
-    return groups
+    return [group_with_settings(group, defaults) for group in given]
 
 
 def group_with_settings(group: Group, defaults: Defaults) -> Group:
@@ -79,6 +80,15 @@ def group_with_settings(group: Group, defaults: Defaults) -> Group:
     group = {**group, "params": _listed(group["params"])}
     write_settings(group, defaults)
     return group
+
+
+def check_not_differentiable(group: Group) -> None:
+    """Raise a ValueError if the group asks for steps that autograd can differentiate."""
+    if group.get("differentiable"):
+        raise ValueError(
+            "p-norm weight decay is applied without gradients and does not support "
+            "differentiable=True: set it to False, or detach the decay"
+        )
 
 
 def penalty_of(group: Group) -> Penalty | None:

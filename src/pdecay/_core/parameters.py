@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from pdecay._core.group_settings import penalty_of, scale_of
 from pdecay._core.penalty import Penalty, as_penalty
@@ -36,8 +36,9 @@ _NORM_NAMES = re.compile(
     r"(Batch|Layer|Group|Instance|RMS|Rms)Norm(?!.*(Linear|MLP|Conv|Attention))"
 )
 
-# By identity: a WeakSet compares tensors with ==, which is elementwise.
-_warned_of = WeakIdKeyDictionary()
+# Weak references to the memory of tensors that were warned of, with offset and shape. A reference
+# to a tensor itself would keep torch.utils.swap_tensors from converting a model.
+_warned_of: set[tuple[StorageWeakRef, int, torch.Size]] = set()
 
 
 def param_groups(
@@ -151,17 +152,23 @@ def warn_of_frozen(optimizer: Optimizer) -> None:
 
 
 def _warn(frozen: list[tuple[str, Tensor]]) -> None:
-    news = [(name, param) for name, param in frozen if param not in _warned_of]
+    global _warned_of
+    _warned_of = {memory for memory in _warned_of if not memory[0].expired()}
+    news = [(name, _memory(param)) for name, param in frozen if _memory(param) not in _warned_of]
     if not news:
         return
-    for _, param in news:
-        _warned_of[param] = True
+    _warned_of.update(memory for _, memory in news)
     names = ", ".join(name for name, _ in news)
     warnings.warn(
         f"these tensors are all zero and would stay so, since zero is a fixed point of the decay "
         f"for p < 2: {names}. Spare them (pdecay.param_groups does), or initialise them otherwise.",
         stacklevel=_stack_level(),
     )
+
+
+def _memory(param: Tensor) -> tuple[StorageWeakRef, int, torch.Size]:
+    """Return a key that is equal for the same memory as long as the memory exists."""
+    return StorageWeakRef(param.untyped_storage()), param.storage_offset(), param.shape
 
 
 def _stack_level() -> int:

@@ -75,8 +75,6 @@ def attach(
             f"this {type(optimizer).__name__} decays already; "
             "detach() the first handle, or change group['decay']"
         )
-    if not any(group["params"] for group in optimizer.param_groups):
-        raise ValueError("there is nothing to decay: the optimizer has no parameters")
     if lr is not None and not callable(lr):
         check_number("lr", lr)
     if step not in ("decay", "prox"):

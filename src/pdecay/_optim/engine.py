@@ -148,17 +148,21 @@ def use_foreach(params: list[Tensor], foreach: bool | None) -> bool:
 def decay_rate(group: Group, optimizer: Optimizer, lr: Rate | None = None) -> Rate:
     """Return the decay's learning rate; 0 where a gradient scaler skips this step.
 
-    It is the group's "decay_lr", else `lr`, else the group's "lr". A tensor on a device stays
-    there, because reading it would wait for the device; everything else becomes a float.
+    It is the group's "decay_lr", else `lr`, else the group's "lr". If the group's "lr" is 0, it
+    is 0 in any case: torch.distributed.checkpoint runs such a step to create missing state, and
+    expects that no weight moves. A tensor on a device stays there, because reading it would wait
+    for the device; everything else becomes a float.
     """
     if group["decay_lr"] is not None:
         lr = group["decay_lr"]
     elif lr is None:
         lr = group["lr"]
-    on_device = isinstance(lr, Tensor) and (lr.device.type != "cpu" or is_compiling())
-    if not on_device:
-        lr = check_number("lr", lr.item() if isinstance(lr, Tensor) else lr)
-    rate: Rate = lr
+    rate = _number_or_tensor(lr)
+    own = _number_or_tensor(group.get("lr", 1.0))
+    if isinstance(own, Tensor):
+        rate = rate * (own != 0)
+    elif not own:
+        return 0.0
     found_inf = getattr(optimizer, "found_inf", None)  # set by GradScaler around fused steps
     if found_inf is None:
         return rate
@@ -166,6 +170,15 @@ def decay_rate(group: Group, optimizer: Optimizer, lr: Rate | None = None) -> Ra
         return 0.0 if found_inf.item() else rate
     skip: Tensor = found_inf != 0
     return rate * ~skip
+
+
+def _number_or_tensor(lr: object) -> Rate:
+    """Return a tensor on a device, or one under torch.compile, unchanged; else a checked float."""
+    if isinstance(lr, Tensor):
+        if lr.device.type != "cpu" or is_compiling():
+            return lr
+        lr = lr.item()
+    return check_number("lr", lr)
 
 
 def check_rate(lr: Rate) -> Rate:

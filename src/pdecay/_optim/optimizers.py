@@ -24,6 +24,7 @@ from pdecay._core.auxiliary import Auxiliary, as_plain
 from pdecay._core.group_settings import (
     Defaults,
     Group,
+    check_not_differentiable,
     complete_checkpoint,
     group_with_settings,
     groups_with_settings,
@@ -69,6 +70,7 @@ class _Decaying(Optimizer):
         # All rates first: raise for a bad one before any weight changes.
         rates = [decay_rate(group, self) for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
+            check_not_differentiable(group)
             self._update(group, rate)
         return loss
 
@@ -217,9 +219,9 @@ class PSGD(_Decaying, SGD):
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
-        nesterov: bool = False,
-        decay: Penalty | None = _DEFAULT_DECAY,
         *,
+        decay: Penalty | None = _DEFAULT_DECAY,
+        nesterov: bool = False,
         weight_decay: float = 0.0,
         maximize: bool = False,
         foreach: bool | None = None,
