@@ -168,7 +168,7 @@ def _warn(frozen: list[tuple[str, Tensor]]) -> None:
 
 def _memory(param: Tensor) -> tuple[StorageWeakRef, int, torch.Size]:
     """Return a key that is equal for the same memory as long as the memory exists."""
-    return StorageWeakRef(param.untyped_storage()), param.storage_offset(), param.shape
+    return StorageWeakRef(param.untyped_storage()), int(param.storage_offset()), param.shape
 
 
 def _stack_level() -> int:
