@@ -6,7 +6,7 @@ weights that decay and require a gradient belong to a pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,9 @@ class Pool:
         initial = self.initial_zeros / self.size
         return round((initial + progress * (self.target - initial)) * self.size)
 
-    def split(self, progress: float, floor: float) -> Iterator[tuple[list[Tensor], int]]:
+    def split(
+        self, progress: float, floor: float, scores: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[list[Tensor], int]]:
         """Yield lists of tensors to rank together, each with its number of zeros.
 
         A tensor that the common ranking would take below its floor gets as many zeros as the
@@ -56,12 +58,13 @@ class Pool:
         Args:
             progress: the progress along the ramp, from 0 to 1.
             floor: the share of each tensor that is kept.
+            scores: returns the scores by which the weights of a tensor are ranked.
         """
         count, free = self.zeros_at(progress), list(self.params)
         while floor and count:
-            tau = kth_magnitude(free, count)
+            tau = kth_magnitude([scores(param) for param in free], count)
             most = {param: int((1 - floor) * param.numel()) for param in free}
-            full = [param for param in free if _count_up_to(param, tau) > most[param]]
+            full = [param for param in free if _count_up_to(scores(param), tau) > most[param]]
             if not full or len(full) == len(free):
                 break
             for param in full:
@@ -134,6 +137,6 @@ def check_target(name: str, target: object) -> float:
 
 
 @torch.no_grad()
-def _count_up_to(param: Tensor, tau: float) -> int:
-    count = (param.abs() <= tau).sum()
+def _count_up_to(scores: Tensor, tau: float) -> int:
+    count = (scores.abs() <= tau).sum()
     return int(count.full_tensor() if hasattr(count, "full_tensor") else count)

@@ -20,6 +20,7 @@ from pdecay._core.penalty import magnitude
 from pdecay._core.ramp import cubic_ramp, linear_ramp
 from pdecay._core.validation import check_count, check_number
 from pdecay._optim.hooks import StepHooks, is_skipped, unwrap
+from pdecay._sparsity.metric import Rank, adaptive_scores, check_rank, update_squares
 from pdecay._sparsity.ranking import (
     count_weights,
     count_zeros,
@@ -197,6 +198,8 @@ class GradualMagnitudePruning(_Pruning):
         start, end: the start and the end of the ramp, as shares of the training.
         params: the parameters to prune; by default those with two or more dimensions that require
             a gradient. Sharded parameters (DTensors) are ranked over all ranks of their mesh.
+        rank: "magnitude" is the method of the literature; "adaptive" ranks in Adam's metric, as
+            :class:`SparsityTarget` does.
 
     Example:
         >>> import torch
@@ -222,7 +225,10 @@ class GradualMagnitudePruning(_Pruning):
         start: float = 0.1,
         end: float = 0.7,
         params: Iterable[Tensor] | None = None,
+        rank: Rank = "magnitude",
     ) -> None:
+        check_rank(rank)
+        self.rank = rank
         self.sparsity = check_number("sparsity", sparsity)
         if self.sparsity >= 1:
             raise ValueError(f"sparsity must be below 1, got {sparsity!r}")
@@ -246,10 +252,15 @@ class GradualMagnitudePruning(_Pruning):
 
     def _prune(self) -> None:
         zeros, self._zeros = self._zeros, []
+        if self.rank == "adaptive":
+            update_squares(self.params, self.optimizer)
         for param, is_zero in zeros:
             param.masked_fill_(is_zero, 0.0)
         asked, before = self.sparsity_at(self.last_step), self.sparsity_at(self.last_step - 1)
         ramp_ends = asked == self.sparsity and before < asked
         if ramp_ends or (asked != before and self.last_step % self.every == 0):
             params = self.params
-            zero_smallest_(params, round(asked * count_weights(params)))
+            scores = None
+            if self.rank == "adaptive":
+                scores = [adaptive_scores(param, self.optimizer) for param in params]
+            zero_smallest_(params, round(asked * count_weights(params)), scores=scores)

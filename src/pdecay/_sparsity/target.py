@@ -6,12 +6,15 @@
         optimizer.step()
 
 With a fixed lam the final sparsity is unknown in advance. :class:`SparsityTarget` instead follows a
-cubic ramp of sparsities and derives lam from the weights. ``tau`` is the quantile of |w| at the
-sparsity that the ramp asks for now. ``decay_scale`` is set so that a weight at tau shrinks at a
-given speed. For p < 1 all weights below tau then shrink faster and all above it slower. Weights
-that have been below tau for a while are set to exactly zero, where the decay keeps them. At the end
-of the ramp the count of zeros is made exact. After that, :func:`pdecay.freeze_zeros` keeps the
-zeros, and the other weights train without decay.
+cubic ramp of sparsities. At each stage it ranks all decayed weights, by their length in Adam's
+metric (see ``metric.py``) or by magnitude, and sets as many of the lowest to zero as the ramp asks
+for. The decay keeps them there. At the end of the ramp the count of zeros is exact. After that,
+:func:`pdecay.freeze_zeros` keeps the zeros, and the other weights train without decay.
+
+With a `pull`, the decay also acts on the weights that are still to be removed. ``tau`` is the
+quantile of |w| at the sparsity that the ramp asks for now. ``decay_scale`` is set so that a weight
+at tau shrinks at a given speed. For p < 1 all weights below tau then shrink faster and all above it
+slower. Weights are set to zero only after they have had time to shrink.
 
 A feedback controller on the count of zeros would oscillate: weights that are small but not zero
 grow again as soon as lam falls.
@@ -45,6 +48,13 @@ from pdecay._optim.attachment import attachment_of
 from pdecay._optim.engine import decay_rate
 from pdecay._optim.hooks import StepHooks, find_hooks, is_skipped
 from pdecay._sparsity.freezing import HOLD, decaying_list, freeze_zeros, zero_keeping_groups
+from pdecay._sparsity.metric import (
+    Rank,
+    adaptive_scores,
+    check_rank,
+    drop_squares,
+    update_squares,
+)
 from pdecay._sparsity.pools import (
     PerLayer,
     Pool,
@@ -62,10 +72,11 @@ from pdecay._sparsity.ranking import (
 )
 
 _STAGES = 200  # updates of the scale along the ramp: ranking all weights each step would be slow
-_LAG = 0.1  # of the ramp: the time that a weight has to shrink before it is set to zero
-# The speed of the decay at tau, in units of the optimizer's typical update. From p = 1 on, larger
-# weights are pulled at least as hard as those at tau, and a full update would remove them too.
-_SHARE_OF_UPDATE = {"below 1": 1.0, "from 1 on": 0.3}
+_LAG = 0.1  # of the ramp: the time that a pulled weight has to shrink before it is set to zero
+_PULL: dict[Rank, float] = {"adaptive": 0.0, "magnitude": 1.0}
+# From p = 1 on, larger weights are pulled at least as hard as those at tau, and the full pull would
+# remove them too.
+_SHARE_FROM_1_ON = 0.3
 _PROBED_ROWS = 8  # rows of each tensor that the size of the update is measured on
 _STATE = ("target_step", "target_update", "target_magnitude")
 _KEYS = ("target_sparsity", *_STATE, "target_initial")
@@ -92,6 +103,12 @@ class SparsityTarget:
             from tensors to targets does so for these tensors, and ranks the rest together.
         floor: the share of each tensor that is kept regardless of the ranking, so that no layer
             is removed.
+        rank: the order in which weights are removed. "adaptive" ranks by ``|w| * v^(1/4)``, the
+            length of a weight in Adam's own metric; v is the optimizer's running mean of squared
+            gradients, or one that the target keeps itself. "magnitude" ranks by ``|w|``.
+        pull: how fast the decay shrinks a weight whose turn it is, in units of the optimizer's
+            typical update. The default is 0 for "adaptive" and 1 for "magnitude". With 0 the decay
+            only keeps zeros at zero, and all zeros are set by rank.
 
     Parameters that are added or unfrozen during the ramp join it. A group that is added after the
     end of the ramp is neither decayed nor pruned. Under DDP every rank computes the same numbers;
@@ -108,6 +125,8 @@ class SparsityTarget:
         end: float = 0.7,
         per_layer: PerLayer = False,
         floor: float = 0.0,
+        rank: Rank = "adaptive",
+        pull: float | None = None,
     ) -> None:
         self._hooks = [_Hooks(one, self) for one in decaying_list(optimizer, "SparsityTarget")]
         for one in self.optimizers:
@@ -121,6 +140,9 @@ class SparsityTarget:
         self.total_steps, self.start, self.end = total_steps, start, end
         self.per_layer = per_layer
         self.floor = check_number("floor", floor)
+        check_rank(rank)
+        self.rank: Rank = rank
+        self.pull = _PULL[rank] if pull is None else check_number("pull", pull)
         self._begin = int(start * total_steps)
         self._end = max(self._begin + 1, round(end * total_steps))
         self._every = max(1, (self._end - self._begin) // _STAGES)
@@ -190,7 +212,8 @@ class SparsityTarget:
         """Do nothing: ``optimizer.load_state_dict`` restores the state."""
 
     def __repr__(self) -> str:
-        options = [f"floor={self.floor:g}"] if self.floor else []
+        options = [f"rank={self.rank!r}", f"pull={self.pull:g}"]
+        options += [f"floor={self.floor:g}"] if self.floor else []
         if self.per_layer:
             options.append("per_layer=" + ("True" if self.per_layer is True else "{...}"))
         settings = [
@@ -260,7 +283,9 @@ class SparsityTarget:
         self._complete_state(list(self._groups()))
         if optimizer in self._stepped:  # of several, another one did not take the last step
             self._advance()
-        if self._begin <= self.last_step + 1 <= self._end:
+        # Without a pull, the measurement only finds out whether the step was finite.
+        step = self.last_step + 1
+        if self._is_stage(step) or (self.pull and self._begin <= step <= self._end):
             self._before[optimizer] = [probe.clone() for probe in _probes(optimizer)]
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -273,6 +298,8 @@ class SparsityTarget:
             self._moved[0] += (now - before)[alive].abs().double().square().sum().cpu()
             self._moved[1] += alive.sum().cpu()
             self._moved[2] += now.abs().double().sum().cpu()
+        if self.rank == "adaptive" and self.last_step < self._end:
+            update_squares(_steered_params(optimizer), optimizer)
         self._stepped.add(optimizer)
         if len(self._stepped) == len(self.optimizers):
             self._advance()
@@ -289,10 +316,19 @@ class SparsityTarget:
         if step == self._end:
             self._zero_smallest(1.0)
             freeze_zeros(self.optimizers)
-        elif finite and (step - self._begin) % self._every == 0:
-            lag = _LAG * (self._end - self._begin)
+            for optimizer in self.optimizers:
+                drop_squares(optimizer)
+        elif finite and self._is_stage(step):
+            lag = _LAG * (self._end - self._begin) if self.pull else 0
             self._zero_smallest(cubic_ramp(int(step - lag), self._begin, self._end))
-            self._set_scales(cubic_ramp(step, self._begin, self._end))
+            if self.pull:
+                self._set_scales(cubic_ramp(step, self._begin, self._end))
+            else:
+                freeze_zeros(self.optimizers)
+
+    def _is_stage(self, step: int) -> bool:
+        """Check whether weights are ranked after this step."""
+        return self._begin <= step <= self._end and (step - self._begin) % self._every == 0
 
     def _count_initial_zeros(self) -> None:
         """Count the zeros of the parameters that take part for the first time."""
@@ -328,14 +364,23 @@ class SparsityTarget:
     def _zero_smallest(self, progress: float) -> None:
         """Set as many weights to zero as the ramp asks for."""
         for pool in self._pools():
-            for params, count in pool.split(progress, self.floor):
-                zero_smallest_(params, count)
+            for params, count in pool.split(progress, self.floor, self._scores):
+                zero_smallest_(params, count, scores=[self._scores(param) for param in params])
+
+    def _scores(self, param: Tensor) -> Tensor:
+        """Return the scores by which the weights of a tensor are ranked."""
+        if self.rank == "magnitude":
+            return param
+        # An optimizer without a state of this parameter gives it the lowest scores.
+        optimizers = self.optimizers
+        owner = next((one for one in optimizers if param in one.state), optimizers[0])
+        return adaptive_scores(param, owner)
 
     def _set_scales(self, progress: float) -> None:
         """Set the scale at which a weight at its pool's tau shrinks at the given speed."""
         taus: dict[Tensor, float] = {}
         for pool in self._pools():
-            for params, count in pool.split(progress, self.floor):
+            for params, count in pool.split(progress, self.floor, torch.detach):
                 tau = kth_magnitude(params, count) if count else 0.0
                 taus.update(dict.fromkeys(params, tau))
         for optimizer in self.optimizers:
@@ -354,7 +399,7 @@ class SparsityTarget:
         if not tau or not math.isfinite(tau) or not rate or penalty is None:
             return HOLD  # there are more zeros than the ramp asks for, or the learning rate is 0
         lowest = min(p for p, lam in penalty.pairs() if lam)
-        share = _SHARE_OF_UPDATE["below 1" if lowest < 1 else "from 1 on"]
+        share = self.pull * (1.0 if lowest < 1 else _SHARE_FROM_1_ON)
         # Above p = 1 the pull grows with the weight. It is set at the typical weight that remains:
         # set at tau, it would grow without bound on these as tau falls to zero.
         large = max(tau, group["target_magnitude"])
@@ -387,7 +432,10 @@ class _Hooks(StepHooks):
 
 def _probes(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield a few rows of each steered tensor."""
-    for group in optimizer.param_groups:
-        for _, param in steered(group):
-            tensor = torch.atleast_1d(local_part(param).detach())
-            yield tensor[:: max(1, len(tensor) // _PROBED_ROWS)]
+    for param in _steered_params(optimizer):
+        tensor = torch.atleast_1d(local_part(param).detach())
+        yield tensor[:: max(1, len(tensor) // _PROBED_ROWS)]
+
+
+def _steered_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for _, param in steered(group))

@@ -1,0 +1,97 @@
+"""Scores that decide which weights are removed first: magnitude, or length in Adam's metric.
+
+Adam moves each weight by about ``lr * m / sqrt(v)``, where v is the running mean of its squared
+gradient. It therefore measures the distance between two weights in a metric of its own,
+
+    |w - w'|^2_v = sqrt(v) * (w - w')^2 ,
+
+in which the length of a weight is ``|w| * v^(1/4)``. Ranking by this length (``rank="adaptive"``)
+removes small weights whose gradients are small, too, before weights that are as small but matter to
+the loss. Ranking by ``|w|`` alone is ``rank="magnitude"``.
+
+Adam, RMSprop and their relatives keep v in their state. For other optimizers a running mean is kept
+in ``optimizer.state[param]["squared_gradient"]``, where it is saved with the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Rank = Literal["adaptive", "magnitude"]
+
+_KEYS = ("exp_avg_sq", "square_avg", "squared_gradient")  # Adam; RMSprop, Adadelta; ours
+_OWN = _KEYS[-1]
+_BETA = 0.999
+# Weights without any gradient rank first, by magnitude. In float32 their scores do not underflow.
+_SMALLEST_SQUARE = 1e-36
+
+
+def check_rank(rank: str) -> None:
+    """Raise ValueError unless this is the name of a ranking."""
+    if rank not in get_args(Rank):
+        names = " or ".join(repr(name) for name in get_args(Rank))
+        raise ValueError(f"rank must be {names}, got {rank!r}")
+
+
+@torch.no_grad()
+def adaptive_scores(param: Tensor, optimizer: Optimizer) -> Tensor:
+    """Return ``|w| * v^(1/4)``, exactly 0 for zero weights."""
+    squares = _squares(param, optimizer)
+    magnitude: Tensor = param.abs()
+    if magnitude.dtype != torch.float64:
+        magnitude = magnitude.float()
+    if squares is None:
+        magnitude = magnitude * _SMALLEST_SQUARE**0.25
+        return magnitude
+    if squares.is_complex():  # Adam treats a complex weight as two real ones
+        squares = squares.real + squares.imag
+    scores: Tensor = magnitude * squares.to(magnitude.dtype).clamp_min(_SMALLEST_SQUARE).pow_(0.25)
+    # Without this, an infinite v would give a zero weight the score NaN, which ranks last.
+    return scores.masked_fill_(param == 0, 0.0)
+
+
+@torch.no_grad()
+def update_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
+    """Update the running mean of squared gradients where the optimizer keeps none.
+
+    Call it after the optimizer's step: many optimizers take an empty state as the sign to create
+    theirs.
+    """
+    for param in params:
+        if param.grad is None or param.grad.is_sparse:
+            continue
+        squares = _squares(param, optimizer)
+        if squares is None:
+            squares = torch.zeros_like(param.grad.abs(), dtype=torch.float32)
+            optimizer.state[param][_OWN] = squares
+        elif optimizer.state[param].get(_OWN) is not squares:
+            continue
+        square = param.grad.abs().float().square_()
+        if torch.isfinite(square).all():  # one bad batch must not spoil the mean for good
+            squares.lerp_(square, 1 - _BETA)
+
+
+def drop_squares(optimizer: Optimizer) -> None:
+    """Delete the running means that :func:`update_squares` made."""
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            state.pop(_OWN, None)
+
+
+def _squares(param: Tensor, optimizer: Optimizer) -> Tensor | None:
+    state = optimizer.state.get(param, {})
+    for key in _KEYS:
+        squares = state.get(key)
+        # 8-bit and factored optimizers keep other shapes or types under the same name.
+        if (
+            isinstance(squares, Tensor)
+            and squares.shape == param.shape
+            and (squares.is_floating_point() or squares.is_complex())
+        ):
+            return squares
+    return None

@@ -1,0 +1,148 @@
+"""Ranking in Adam's metric: scores, their sources, and the targets that use them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pdecay
+from pdecay import GradualMagnitudePruning, Lp, PAdam, SparsityTarget, attach
+from pdecay._sparsity.metric import adaptive_scores, update_squares
+
+STEPS = 40
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+
+
+def train(model, optimizer, start=0, stop=STEPS):
+    for step in range(start, stop):
+        torch.manual_seed(step)
+        x = torch.randn(16, 16)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, :8].argmax(1)).backward()
+        optimizer.step()
+
+
+def zeros(model) -> float:
+    return pdecay.sparsity(model, 0.0).total
+
+
+def test_score_is_the_length_in_adams_metric():
+    weight = nn.Parameter(torch.tensor([[2.0, -3.0, 0.0]]))
+    optimizer = torch.optim.Adam([weight])
+    optimizer.state[weight]["exp_avg_sq"] = torch.tensor([[16.0, 1e-4, float("inf")]])
+    expected = torch.tensor([[4.0, 0.3, 0.0]])
+    torch.testing.assert_close(adaptive_scores(weight, optimizer), expected)
+
+
+def test_half_precision_is_scored_in_single_precision():
+    weight = nn.Parameter(torch.full((2, 2), 1e-3, dtype=torch.bfloat16))
+    optimizer = torch.optim.Adam([weight])
+    optimizer.state[weight]["exp_avg_sq"] = torch.full((2, 2), 1e-12, dtype=torch.bfloat16)
+    scores = adaptive_scores(weight, optimizer)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, torch.full((2, 2), 1e-6), rtol=2e-2, atol=0)
+
+
+def test_weights_without_gradient_rank_first_by_magnitude():
+    weight = nn.Parameter(torch.tensor([[5.0, 7.0, 1e-3]]))
+    optimizer = torch.optim.Adam([weight])
+    optimizer.state[weight]["exp_avg_sq"] = torch.tensor([[0.0, 0.0, 1e-2]])
+    assert adaptive_scores(weight, optimizer).argsort().tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "lion-like", "8-bit"])
+def test_other_optimizers_get_a_running_mean(kind):
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    if kind == "lion-like":
+        optimizer.state[weight]["exp_avg"] = torch.zeros(4, 4)
+    if kind == "8-bit":
+        optimizer.state[weight]["exp_avg_sq"] = torch.zeros(4, 4, dtype=torch.uint8)
+    weight.grad = torch.full((4, 4), 2.0)
+    update_squares([weight], optimizer)
+    update_squares([weight], optimizer)
+    mean = optimizer.state[weight]["squared_gradient"]
+    torch.testing.assert_close(mean, torch.full((4, 4), 4.0 * (1 - 0.999**2)))
+
+
+def test_running_mean_ignores_non_finite_gradients():
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.full((2, 2), float("nan"))
+    update_squares([weight], optimizer)
+    assert not optimizer.state[weight]["squared_gradient"].any()
+
+
+def test_adam_keeps_no_second_mean():
+    model = build()
+    optimizer = PAdam(model.parameters(), lr=1e-2, decay=Lp(0.8, 1.0))
+    SparsityTarget(optimizer, 0.8, STEPS)
+    train(model, optimizer, stop=10)
+    assert all("squared_gradient" not in state for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("rank", ["adaptive", "magnitude"])
+@pytest.mark.parametrize("pull", [None, 0.0, 0.5])
+def test_target_is_met_with_any_ranking(rank, pull):
+    model = build()
+    optimizer = PAdam(model.parameters(), lr=1e-2, decay=Lp(0.8, 1.0), weight_decay=0.1)
+    target = SparsityTarget(optimizer, 0.8, STEPS, rank=rank, pull=pull, floor=0.1)
+    train(model, optimizer)
+    assert target.sparsity == pytest.approx(0.8, abs=1e-3)
+
+
+def test_rankings_remove_different_weights():
+    left = []
+    for rank in ("adaptive", "magnitude"):
+        model = build()
+        optimizer = PAdam(model.parameters(), lr=1e-2, decay=Lp(0.8, 1.0))
+        SparsityTarget(optimizer, 0.8, STEPS, rank=rank, pull=0.0)
+        train(model, optimizer)
+        left.append(model[0].weight != 0)
+    assert not torch.equal(*left)
+
+
+def test_target_on_sgd_resumes_exactly(same):
+    def start():
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        attach(optimizer, Lp(0.8, 1.0))
+        return model, optimizer
+
+    model, optimizer = start()
+    SparsityTarget(optimizer, 0.8, STEPS)
+    train(model, optimizer, stop=15)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, start=15)
+    resumed, again = start()
+    SparsityTarget(again, 0.8, STEPS)
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    train(resumed, again, start=15)
+    assert same(model.state_dict(), resumed.state_dict())
+    assert zeros(resumed) == pytest.approx(0.8, abs=1e-3)
+    assert all("squared_gradient" not in state for state in again.state.values())
+
+
+def test_gradual_pruning_by_either_ranking():
+    results = []
+    for rank in ("magnitude", "adaptive"):
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        GradualMagnitudePruning(optimizer, 0.8, STEPS, rank=rank)
+        train(model, optimizer)
+        assert zeros(model) == pytest.approx(0.8, abs=1e-3)
+        results.append(model[0].weight.detach())
+    assert not torch.equal(*results)
+
+
+@pytest.mark.parametrize("make", [SparsityTarget, GradualMagnitudePruning])
+def test_unknown_ranking_is_an_error(make):
+    optimizer = PAdam(build().parameters())
+    with pytest.raises(ValueError, match=r"rank must be 'adaptive' or 'magnitude', got 'size'"):
+        make(optimizer, 0.8, STEPS, rank="size")
