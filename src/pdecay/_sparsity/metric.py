@@ -46,8 +46,7 @@ def adaptive_scores(param: Tensor, optimizer: Optimizer) -> Tensor:
     if magnitude.dtype != torch.float64:
         magnitude = magnitude.float()
     if squares is None:
-        magnitude = magnitude * _SMALLEST_SQUARE**0.25
-        return magnitude
+        return magnitude.mul(_SMALLEST_SQUARE**0.25)
     if squares.is_complex():  # Adam treats a complex weight as two real ones
         squares = squares.real + squares.imag
     scores: Tensor = magnitude * squares.to(magnitude.dtype).clamp_min(_SMALLEST_SQUARE).pow_(0.25)
