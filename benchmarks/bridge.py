@@ -1,10 +1,11 @@
 """Measure pdecay.sklearn: speed and objectives against skglm, and recovery of true features.
 
     pip install skglm
-    OPENBLAS_NUM_THREADS=1 python benchmarks/bridge.py            # all, several minutes
-    python benchmarks/bridge.py recovery                          # one part: solvers, norms, recovery
-    python benchmarks/bridge.py figure                            # draw from the record
+    OPENBLAS_NUM_THREADS=1 python benchmarks/bridge.py     # all, several minutes
+    python benchmarks/bridge.py recovery     # one part: solvers, norms or recovery
+    python benchmarks/bridge.py figure       # draw from the record
 
+Times are CPU seconds of this process on one thread, so that other processes matter less.
 Results are written to benchmarks/records/bridge.json, the figure to docs/_static/bridge.png.
 """
 
@@ -85,14 +86,14 @@ def skglm(x: np.ndarray, y: np.ndarray, p: float, lam: float) -> np.ndarray:
 
 
 def timed(calls: dict[str, Callable[[], Any]], repeats: int = REPEATS) -> dict[str, Any]:
-    """Return the results and the shortest of interleaved runs, in seconds."""
+    """Return the results and the shortest of interleaved runs, in CPU seconds."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     results = {}
     for _ in range(repeats):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = time.process_time()
             results[name] = call()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.process_time() - start)
     return {name: (results[name], min(seconds[name])) for name in calls}
 
 
