@@ -27,12 +27,15 @@ from pdecay.sklearn._kernels import kernels
 from pdecay.sklearn._python_kernels import Indices
 from pdecay.sklearn._terms import Floats, Terms, relax
 
-_FIRST_SET = 32  # the smallest working set
+_FIRST_SET = 48  # the smallest working set
+_NEAR = 0.9  # share of the limit from which on a feature is likely to be needed
+_GROWTH = 2  # of the working set, relative to the non-zero coefficients
 _LARGEST_GRAM = 3000  # features; the matrix then has 72 MB
 _SWEEPS = 16  # of coordinate descent before a Newton step
 _INNER = 1000  # how much smaller than the first the last step on a working set is
 _ROUGH, _ROUGH_SWEEPS = 1e-3, 1000  # tolerance and work for starts
-_EXCHANGES, _FEW_SWEEPS = 20, 4  # features that are tried without, and the work for each
+_LASSO_ROUGH = 0.03  # it only selects features
+_EXCHANGES, _FEW_SWEEPS = 5, 4  # features to try without for each start, and the work for each
 _SHARES = ((2 / 3, 1 / 3), (1 / 2,), (5 / 6, 2 / 3, 1 / 2, 1 / 3, 1 / 6))  # ways from p = 1 to p
 
 
@@ -79,7 +82,9 @@ class LeastSquares:
         self.correlation = design.correlate(y)
         self.sweeps = 0  # of all calls
         self._active: Indices = np.empty(0, dtype=np.int64)
+        self._is_active = np.zeros(design.shape[1], dtype=bool)
         self._gram: Floats = np.empty((0, 0))
+        self._last_cut: tuple[Terms | None, Floats] = (None, np.empty(0))
 
     def objective(self, terms: Terms, w: Floats, r: Floats) -> float:
         """Return ``||r||^2 / 2 + R(w)``."""
@@ -111,7 +116,7 @@ class LeastSquares:
             if step <= limit or sweeps >= max_sweeps:
                 self.sweeps += sweeps
                 return Solution(w, r, self.objective(terms, w, r), sweeps, step / self.scale)
-            columns = self._working_set(w, steps)
+            columns = self._working_set(w, steps, np.abs(q), cut * norms)
             inner = max(limit / 4, step / _INNER)
             budget = max_sweeps - sweeps
             if self._use_gram(columns):
@@ -144,10 +149,10 @@ class LeastSquares:
         if not len(norms):
             return self.solve(terms, start, tol, max_sweeps)
         norm = float(np.median(norms))
-        lasso = self.solve(relax(terms, 1.0, norm), start, _ROUGH, max_sweeps)
+        lasso = self.solve(relax(terms, 1.0, norm), start, _LASSO_ROUGH, max_sweeps)
         begin = np.zeros_like(lasso.w) if start is None else start
-        inside = np.isin(np.flatnonzero((begin != 0) | (lasso.w != 0)), self._active).all()
-        if not inside:  # too many features for a Gram matrix
+        outside = ((begin != 0) | (lasso.w != 0)) & ~self._is_active
+        if outside.any():  # too many features for a Gram matrix
             solutions = [self.solve(terms, w, tol, max_sweeps) for w in (begin, lasso.w)]
             return min(solutions, key=lambda solution: solution.objective)
         found = [self._solve_active(terms, begin), self._solve_active(terms, lasso.w)]
@@ -159,9 +164,11 @@ class LeastSquares:
         if start is not None:
             found.append(self._solve_active(terms, np.zeros_like(start)))
         best = min(found[:n_starts], key=lambda w: self._active_objective(terms, w))
-        return self.solve(terms, self._exchange(terms, best), tol, max_sweeps)
+        return self.solve(
+            terms, self._exchange(terms, best, _EXCHANGES * n_starts), tol, max_sweeps
+        )
 
-    def _exchange(self, terms: Terms, w: Floats) -> Floats:
+    def _exchange(self, terms: Terms, w: Floats, count: int) -> Floats:
         """Try to replace the least important features of a solution by others of the Gram matrix.
 
         A correlated substitute of a true feature is a local minimum that coordinate steps cannot
@@ -170,7 +177,7 @@ class LeastSquares:
         lowest = self._active_objective(terms, w)
         used = np.flatnonzero(w[self._active])
         importance = np.diagonal(self._gram)[used] * w[self._active[used]] ** 2
-        for k in used[np.argsort(importance)[:_EXCHANGES]]:
+        for k in used[np.argsort(importance)[:count]]:
             moved = self._solve_active(terms, w, _FEW_SWEEPS, without=int(k))
             moved = self._solve_active(terms, moved, _SWEEPS)
             objective = self._active_objective(terms, moved)
@@ -227,11 +234,16 @@ class LeastSquares:
         step = float(steps.max(initial=0.0)) / self.scale
         return Solution(w, r, self.objective(terms, w, r), 1, step)
 
-    def _working_set(self, w: Floats, steps: Floats) -> Indices:
-        """Return the non-zero coefficients and the features with the largest steps, best first."""
-        used = int(np.count_nonzero(w))
-        size = max(_FIRST_SET, 2 * used)
-        score = np.where(w != 0, np.inf, steps)
+    def _working_set(self, w: Floats, steps: Floats, q: Floats, limit: Floats) -> Indices:
+        """Return the non-zero coefficients and the features with the largest steps, best first.
+
+        Features whose correlation q is just below the limit for a step follow: they are likely to
+        be needed next, and a larger set costs less than another product with X.
+        """
+        size = max(_FIRST_SET, int(_GROWTH * np.count_nonzero(w)))
+        score = np.where(w != 0, np.inf, steps / self.scale + (steps > 0))
+        near = (score == 0) & (q > _NEAR * limit) & (limit > 0)
+        score[near] = q[near] / limit[near] / 2
         candidates = np.flatnonzero(score > 0)
         if len(candidates) > size:
             candidates = candidates[np.argpartition(-score[candidates], size)[:size]]
@@ -241,9 +253,11 @@ class LeastSquares:
         return bool(len(columns) <= min(_LARGEST_GRAM, max(500, 2 * self.design.shape[0])))
 
     def _extend(self, columns: Indices) -> None:
-        new = columns[~np.isin(columns, self._active)]
+        new = columns[~self._is_active[columns]]
         if len(self._active) + len(new) > _LARGEST_GRAM:  # drop features that are out of use
             self._active, self._gram, new = new[:0], np.empty((0, 0)), columns
+            self._is_active[:] = False
+            self._last_cut = (None, np.empty(0))
         if not len(new):
             return
         old = len(self._active)
@@ -255,6 +269,7 @@ class LeastSquares:
             gram[:old, old:] = self.design.gram(self._active, new)
             gram[old:, :old] = gram[:old, old:].T
         self._active, self._gram = np.concatenate([self._active, new]), gram
+        self._is_active[new] = True
 
     def _descend(
         self,
@@ -267,8 +282,9 @@ class LeastSquares:
     ) -> int:
         """Minimise over the features of the Gram matrix; update w and q (``X' r`` of those)."""
         part = w[self._active]
-        cut = terms.cut(np.diagonal(self._gram))
+        cut = self._active_cut(terms)
         if without is not None:
+            cut = cut.copy()
             cut[without] = np.inf
         done = 0
         while done < budget:
@@ -281,6 +297,12 @@ class LeastSquares:
             self._newton(terms, part, q)
         w[self._active] = part
         return done
+
+    def _active_cut(self, terms: Terms) -> Floats:
+        """Return the prox thresholds of the Gram matrix's features; keep the last ones."""
+        if self._last_cut[0] is not terms or len(self._last_cut[1]) != len(self._active):
+            self._last_cut = (terms, terms.cut(np.diagonal(self._gram)))
+        return self._last_cut[1]
 
     def _newton(self, terms: Terms, w: Floats, q: Floats) -> None:
         """Take a Newton step on the non-zero coefficients if it lowers the objective."""
