@@ -59,7 +59,11 @@ class DenseDesign:
         n, d = self.shape
         if d <= n:
             return _solve(self.x.T @ self.x, strength, self.correlate(y))
-        return self.correlate(_solve(self.x @ self.x.T, strength, y))
+        return self.correlate(_solve(self.outer(np.ones(d)), strength, y))
+
+    def outer(self, weights: Floats) -> Floats:
+        """Return ``X diag(weights) X'``."""
+        return np.asarray((self.x * weights) @ self.x.T)
 
     def descend(
         self, terms: Terms, columns: Indices, cut: Floats, w: Floats, r: Floats,
@@ -107,12 +111,15 @@ class SparseDesign:
         if d <= n:
             every = np.arange(d)
             return _solve(self.gram(every, every), strength, self.correlate(y))
-        # X X' = S S' - (S m) v' - v (S m)' + |m|^2 v v'
-        product = (self.x @ self.x.T).toarray()
-        cross = np.outer(self.x @ self.means, self.roots)
+        return self.correlate(_solve(self.outer(np.ones(d)), strength, y))
+
+    def outer(self, weights: Floats) -> Floats:
+        """Return ``X diag(weights) X'``."""
+        product = (self.x @ sparse.diags_array(weights) @ self.x.T).toarray()
+        cross = np.outer(self.x @ (weights * self.means), self.roots)
         product -= cross + cross.T
-        product += float(self.means @ self.means) * np.outer(self.roots, self.roots)
-        return self.correlate(_solve(product, strength, y))
+        product += float(weights @ self.means**2) * np.outer(self.roots, self.roots)
+        return np.asarray(product)
 
     def descend(
         self, terms: Terms, columns: Indices, cut: Floats, w: Floats, r: Floats,

@@ -25,12 +25,14 @@ from threadpoolctl import ThreadpoolController
 from pdecay.sklearn._design import Design
 from pdecay.sklearn._kernels import kernels
 from pdecay.sklearn._python_kernels import Indices
+from pdecay.sklearn._smooth import newton_iterates
 from pdecay.sklearn._terms import Floats, Terms, relax
 
 _FIRST_SET = 48  # the smallest working set
 _NEAR = 0.9  # share of the limit from which on a feature is likely to be needed
 _GROWTH = 2  # of the working set, relative to the non-zero coefficients
 _LARGEST_GRAM = 3000  # features; the matrix then has 72 MB
+_FIRST_SWEEPS = 20  # of coordinate descent before Newton steps without zeros
 _SWEEPS = 16  # of coordinate descent before a Newton step
 _INNER = 1000  # how much smaller than the first the last step on a working set is
 _ROUGH, _ROUGH_SWEEPS = 1e-3, 1000  # tolerance and work for starts
@@ -101,6 +103,8 @@ class LeastSquares:
 
     def _solve(self, terms: Terms, start: Floats | None, tol: float, max_sweeps: int) -> Solution:
         design, norms = self.design, self.design.norms
+        n, d = design.shape
+        newton = terms.smallest_p > 1 and bool(terms.pairs) and n < d and n <= _LARGEST_GRAM
         w = np.zeros(design.shape[1]) if start is None else np.where(norms > 0, start, 0.0)
         cut = terms.cut(norms)
         limit = tol * self.scale
@@ -116,6 +120,18 @@ class LeastSquares:
             if step <= limit or sweeps >= max_sweeps:
                 self.sweeps += sweeps
                 return Solution(w, r, self.objective(terms, w, r), sweeps, step / self.scale)
+            if newton and not sweeps:
+                every, r = np.arange(d), np.array(r)
+                sweeps += design.descend(terms, every, cut, w, r, _FIRST_SWEEPS, limit)[0]
+                iterates = newton_iterates(design, self.y, terms, w)
+                continue
+            if newton:
+                new = next(iterates, None)
+                newton = new is not None  # coordinate descent continues if there is none
+                if new is not None:
+                    w = np.where(norms > 0, new, 0.0)
+                    sweeps += 1
+                    continue
             columns = self._working_set(w, steps, np.abs(q), cut * norms)
             inner = max(limit / 4, step / _INNER)
             budget = max_sweeps - sweeps

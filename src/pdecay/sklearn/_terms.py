@@ -116,23 +116,27 @@ class Terms:
 
     def conjugate(self, u: Floats) -> Floats:
         """Return ``sup_t u * t - R(t)`` elementwise, for a convex penalty with some p > 1."""
-        u = np.abs(u)
-        excess = np.clip(u - self.l1, 0.0, None)
-        if not len(self.p):
-            return excess**2 / (2 * self.l2)
+        t = np.abs(self.conjugate_slope(u))
+        excess = np.clip(np.abs(u) - self.l1, 0.0, None)
+        values = [lam / p * t**p for p, lam in self.pairs if p > 1]
+        return np.asarray(excess * t - np.sum(values, axis=0))
+
+    def conjugate_slope(self, u: Floats) -> Floats:
+        """Return the t of the supremum ``sup_t u * t - R(t)``: the conjugate's derivative."""
+        excess = np.clip(np.abs(u) - self.l1, 0.0, None)
         # The supremum is where the derivative sum_k lam_k * t^(p_k - 1) equals the excess. No term
         # is above the excess, which bounds t from above; the largest term is at least its share
         # of it, which bounds t from below. The derivative increases, so bisection finds t.
         powers = [(p - 1, lam) for p, lam in self.pairs if p > 1]
-        bounds = [(excess / lam) ** (1 / q) for q, lam in powers]
-        high = np.min(bounds, axis=0)
+        high: Floats = np.min([(excess / lam) ** (1 / q) for q, lam in powers], axis=0)
+        if len(powers) == 1:
+            return np.sign(u) * high
         low = np.min([(excess / len(powers) / lam) ** (1 / q) for q, lam in powers], axis=0)
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
             above = sum(lam * middle**q for q, lam in powers) > excess
             low, high = np.where(above, low, middle), np.where(above, middle, high)
-        values = [lam / (q + 1) * high ** (q + 1) for q, lam in powers]
-        return np.asarray(excess * high - np.sum(values, axis=0))
+        return np.sign(u) * high
 
 
 def jump(p: float) -> tuple[float, float]:
