@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -244,3 +245,173 @@ def test_a_denormal_keeps_its_value_where_nothing_decays(filled):
     print(float(w[0]) == float(torch.tensor(1e-40)))
     """
     assert run(code, filled) == "True"
+
+
+OTHER_USER = 65533
+
+
+@pytest.fixture
+def other_users_folder(tmp_path):
+    """A folder of another user, which everyone may write to."""
+    if os.getuid() != 0:
+        pytest.skip("only root can create another user's folder")
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    os.chown(folder, OTHER_USER, OTHER_USER)
+    folder.chmod(0o1777)
+    return folder
+
+
+def test_cache_below_another_users_folder_is_not_used(other_users_folder, monkeypatch):
+    """The owner of a folder can rename everything in it, also if it is sticky."""
+    monkeypatch.setenv("PDECAY_CACHE", str(other_users_folder / "cache"))
+    assert build._cache_folder() is None
+    monkeypatch.delenv("PDECAY_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(other_users_folder))
+    assert build._cache_folder() is None
+
+
+@pytest.mark.parametrize(("mode", "used"), [(0o777, False), (0o775, False), (0o1777, True)])
+def test_cache_below_a_writable_folder_needs_the_sticky_bit(tmp_path, monkeypatch, mode, used):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(mode)
+    monkeypatch.setenv("PDECAY_CACHE", str(folder / "cache"))
+    assert (build._cache_folder() is not None) == used
+
+
+def test_directory_swapped_during_the_compilation_is_not_loaded(other_users_folder, tmp_path):
+    """Another user replaces the cache by a folder with a library of the same name."""
+    cache = other_users_folder / "cache"
+    real = build._compiler()[0]
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        f'#!/bin/sh\n{real} "$@"\nresult=$?\n'
+        f"if [ -d {cache} ]; then mv {cache} {cache}.old; cp -r {cache}.old {cache}; fi\n"
+        "exit $result\n"
+    )
+    compiler.chmod(0o755)
+    maps = "print('shared' in open('/proc/self/maps').read())"
+    assert run(f"{LOAD}; {maps}", cache, CC=compiler).split() == ["loaded", "False"]
+
+
+def test_library_writable_by_others_is_not_opened(filled, tmp_path):
+    (library,) = libraries(filled)
+    copy = tmp_path / library.name
+    copy.write_bytes(library.read_bytes())
+    copy.chmod(0o777)
+    assert build._open(copy) is None
+    copy.chmod(0o755)
+    assert build._open(copy) is not None
+    (tmp_path / "link.so").symlink_to(copy)
+    assert build._open(tmp_path / "link.so") is None
+
+
+@pytest.fixture
+def small_file_system(tmp_path):
+    """Mount a file system of 1 MB that runs no code."""
+    folder = tmp_path / "mounted"
+    folder.mkdir(mode=0o700)
+    options = "size=1m,mode=0700,noexec"
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("cannot mount a file system here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_or_noexec_cache_compiles_once_in_a_temporary_folder(small_file_system, tmp_path):
+    assert not build._runs_code(small_file_system)  # too small
+    subprocess.run(["mount", "-o", "remount,size=99m", str(small_file_system)], check=True)
+    assert not build._runs_code(small_file_system)  # noexec
+    calls = tmp_path / "calls"
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\necho x >> {calls}\nexec {build._compiler()[0]} "$@"\n')
+    compiler.chmod(0o755)
+    assert run(LOAD, small_file_system, CC=compiler) == "loaded"
+    assert calls.read_text().count("x") == 2  # compile and link
+    assert not libraries(small_file_system)
+
+
+def test_folder_without_space_runs_no_code(tmp_path, monkeypatch):
+    assert build._runs_code(tmp_path)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    assert not build._runs_code(tmp_path)
+
+
+def test_folder_that_maps_no_code_is_detected(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(build.mmap, "mmap", refuse)
+    assert not build._runs_code(tmp_path)
+
+
+def test_unusable_cache_and_temporary_folder(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    output = run(TRY, shared / "cache", TMPDIR=shared)
+    assert output.count("unavailable:") == 2
+    assert "set PDECAY_CACHE to a folder that only you can write to" in output
+
+
+def test_compiler_variable_with_an_open_quote(tmp_path):
+    output = run(TRY, tmp_path, CC="gcc'")
+    assert output.count("is not a command: No closing quotation") == 2
+
+
+def test_compiler_messages_that_are_not_utf8(tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_bytes(b"#!/bin/sh\nprintf 'error: caf\\351\\n' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    output = run(TRY, tmp_path / "cache", CC=compiler)
+    assert output.count("unavailable: cannot compile step.c:") == 2
+
+
+def test_fork_during_a_build_does_not_deadlock_the_child(filled):
+    code = """
+    import os, threading
+    from pdecay._native import build
+    entered, leave = threading.Event(), threading.Event()
+    original = build._load
+    def slow(name, threads):
+        entered.set()
+        leave.wait(60)
+        return original(name, threads)
+    build._load = slow
+    thread = threading.Thread(target=build.load, args=("step",))
+    thread.start()
+    entered.wait(60)
+    child = os.fork()
+    if child == 0:
+        build._load = original
+        build.load("step")
+        os._exit(7)
+    for _ in range(300):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        threading.Event().wait(0.1)
+    else:
+        os.kill(child, 9)
+    leave.set()
+    thread.join()
+    print(os.waitstatus_to_exitcode(status) if done else "deadlock")
+    """
+    assert run(code, filled) == "7"
+
+
+def test_openmp_runtime_in_a_folder_with_spaces():
+    maps = (
+        "7f00-7f01 r-xp 00000000 08:01 11                         /usr/lib/libm.so.6\n"
+        "7f01-7f02 r-xp 00000000 08:01 12                 /my env/torch libs/libgomp-24e2.so.1\n"
+    )
+    assert build._runtime_in(maps) == "/my env/torch libs/libgomp-24e2.so.1"
+    assert build._runtime_in(maps.splitlines()[0]) is None

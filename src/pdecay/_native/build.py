@@ -4,6 +4,11 @@
 ctypes. The library is kept per source, compiler, processor and OpenMP runtime in a private folder
 (`PDECAY_CACHE`, else `$XDG_CACHE_HOME/pdecay`, else `~/.cache/pdecay`). Every failure raises
 `KernelUnavailable` with a reason of one line; the caller falls back to another implementation.
+
+A folder is private if no other user but root can write to it or rename it or a folder above it.
+Otherwise another user could replace the library between its check and its use. If the cache is not
+private, is full, or is on a file system that runs no code, each process compiles in a temporary
+folder instead.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import mmap
 import os
 import platform
 import re
@@ -22,6 +28,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = ["KernelUnavailable", "load"]
@@ -30,6 +37,8 @@ SOURCES = Path(__file__).parent
 TIMEOUT = 60.0  # seconds, for one run of the compiler and before the last one starts
 NO_RUNTIME = "none"  # for kernels that run on one thread
 DIGEST_SIZE = hashlib.sha256().digest_size
+PROBE_SIZE = 4 << 20  # bytes, more than the files of one compilation take
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 # Not -ffast-math: it would break the rounding trick of fastpow.h and hide NaN, and gcc before 13
 # links a library that has it with crtfastmath.o, which flushes denormals in the whole process.
@@ -68,6 +77,16 @@ _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL | KernelUnavailable] = {}
 
 
+def _renew_lock() -> None:
+    """Replace the lock: in a forked process, no thread would release a lock that was held."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 def load(name: str, threads: bool = True) -> ctypes.CDLL:
     """Return the shared library of `name`.c, compiled now or loaded from the cache.
 
@@ -96,25 +115,35 @@ def _load(name: str, threads: bool) -> ctypes.CDLL:
     compiler = _compiler()
     runtime = _openmp_runtime() if threads else NO_RUNTIME
     file_name = f"{name}-{_key(name, compiler, runtime)}.so"
-    with contextlib.ExitStack() as stack:
-        folder = _cache_folder()
-        if folder is None:  # no writable cache: compile for this process only
-            temporary = tempfile.TemporaryDirectory(prefix="pdecay-")
-            folder = Path(stack.enter_context(temporary))
-        path = folder / file_name
-        library = _open(path)
-        return library if library is not None else _build(name, compiler, runtime, path)
+    folder = _cache_folder()
+    if folder is not None:
+        library = _open(folder / file_name)
+        if library is not None:
+            return library
+        if _runs_code(folder):
+            return _build(name, compiler, runtime, folder / file_name)
+    with tempfile.TemporaryDirectory(prefix="pdecay-") as temporary:
+        folder = Path(temporary).resolve()
+        if not _is_private(folder) or not _runs_code(folder):
+            raise KernelUnavailable(
+                f"{folder.parent} is full, runs no code or is writable by other users: set "
+                "PDECAY_CACHE to a folder that only you can write to"
+            )
+        return _build(name, compiler, runtime, folder / file_name)
 
 
 def _open(path: Path) -> ctypes.CDLL | None:
-    """Return the library at `path`, or None if it is missing, damaged or owned by someone else.
+    """Return the library in a private folder, or None if it is missing, damaged or not ours.
 
     The file ends with its own digest, because loading a truncated library crashes (SIGBUS).
     """
     try:
-        content = path.read_bytes()
-        body, digest = content[:-DIGEST_SIZE], content[-DIGEST_SIZE:]
-        if path.stat().st_uid != os.getuid() or hashlib.sha256(body).digest() != digest:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.getuid() or found.st_mode & OTHERS_WRITE:
+                return None
+            content = file.read()
+        if hashlib.sha256(content[:-DIGEST_SIZE]).digest() != content[-DIGEST_SIZE:]:
             return None
         return ctypes.CDLL(str(path))
     except OSError:
@@ -122,39 +151,34 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> ctypes.CDLL:
-    """Compile into `path` by the first set of options that works, and load it.
+    """Compile into `path`, in a private folder, by the first set of options that works; load it.
 
     The finished file is moved into place atomically, so that processes that compile the same
     kernel at the same time never load a partial file.
     """
     reason = "no option tried"
     give_up = time.monotonic() + TIMEOUT
-    for options, link in _attempts(runtime):
-        if time.monotonic() > give_up:
-            break
-        handle, part = tempfile.mkstemp(suffix=".so", prefix=f"{name}-", dir=path.parent)
-        os.close(handle)
-        try:
-            object_file = f"{part}.o"
-            source = str(SOURCES / f"{name}.c")
-            _run([*compiler, *COMMON, *options, "-c", source, "-o", object_file])
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=path.parent) as folder:
+        object_file, part = (os.path.join(folder, f"{name}.{suffix}") for suffix in ("o", "so"))
+        run = functools.partial(_run, folder=folder)
+        for options, link in _attempts(runtime):
+            if time.monotonic() > give_up:
+                break
             try:
-                _run([*compiler, "-shared", object_file, *link, "-lm", "-o", part])
-            finally:
-                os.unlink(object_file)
-            ctypes.CDLL(part)  # check that all symbols resolve before others see it
-            content = Path(part).read_bytes()
-            with open(part, "ab") as file:
-                file.write(hashlib.sha256(content).digest())
-            os.replace(part, path)
-            return ctypes.CDLL(str(path))
-        except KernelUnavailable as error:
-            reason = str(error)
-        except OSError as error:
-            reason = _one_line(str(error))
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(part)
+                source = str(SOURCES / f"{name}.c")
+                run([*compiler, *COMMON, *options, "-c", source, "-o", object_file])
+                run([*compiler, "-shared", object_file, *link, "-lm", "-o", part])
+                ctypes.CDLL(part)  # check that all symbols resolve before others see it
+                content = Path(part).read_bytes()
+                with open(part, "ab") as file:
+                    file.write(hashlib.sha256(content).digest())
+                os.chmod(part, 0o700)
+                os.replace(part, path)
+                return ctypes.CDLL(str(path))
+            except KernelUnavailable as error:
+                reason = str(error)
+            except OSError as error:
+                reason = _one_line(str(error))
     raise KernelUnavailable(f"cannot compile {name}.c: {reason}")
 
 
@@ -173,9 +197,18 @@ def _attempts(runtime: str | None) -> list[tuple[tuple[str, ...], tuple[str, ...
     return [((*tuning, *flags), link) for flags, link in openmp for tuning in TUNINGS]
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], folder: str) -> None:
+    """Run the compiler, with its temporary files in `folder`, which must be private too."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        done = subprocess.run(
+            command,
+            env={**os.environ, "TMPDIR": folder, "LC_ALL": "C"},  # messages in English
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=TIMEOUT,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise KernelUnavailable(f"{command[0]} took more than {TIMEOUT:.0f} s") from None
     if done.returncode != 0:
@@ -192,7 +225,10 @@ def _compiler() -> list[str]:
     """Return the C compiler's command: `CC` if set, else cc, gcc or clang from the path."""
     if not hasattr(os, "getuid"):
         raise KernelUnavailable("kernels need a POSIX system")
-    given = shlex.split(os.environ.get("CC", ""))
+    try:
+        given = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise KernelUnavailable(f"CC={os.environ['CC']!r} is not a command: {error}") from None
     for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
         path = shutil.which(command[0])
         if path:
@@ -206,11 +242,16 @@ def _openmp_runtime() -> str | None:
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401 (loads its runtime)
     try:
-        maps = Path("/proc/self/maps").read_text()
+        maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
     except OSError:  # not Linux
         return None
-    found = re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)\S*\.so[.\d]*)$", maps, re.MULTILINE)
-    return found[0] if found else None
+    return _runtime_in(maps)
+
+
+def _runtime_in(maps: str) -> str | None:
+    """Return the first OpenMP runtime in the text of /proc/self/maps; its path may have spaces."""
+    found = re.search(r" (/.*/lib(?:gomp|iomp5|omp)[^/]*\.so[.\d]*)$", maps, re.MULTILINE)
+    return found[1] if found else None
 
 
 def _key(name: str, compiler: list[str], runtime: str | None) -> str:
@@ -220,7 +261,7 @@ def _key(name: str, compiler: list[str], runtime: str | None) -> str:
     parts += [*COMMON, repr(TUNINGS), platform.machine(), platform.system(), _processor()]
     for source in [SOURCES / f"{name}.c", *sorted(SOURCES.glob("*.h"))]:
         parts += [source.name, source.read_text()]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:24]
 
 
 def _processor() -> str:
@@ -236,22 +277,63 @@ def _processor() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """Return the folder of compiled kernels, or None if it cannot be written.
-
-    Code is loaded from it, so it must belong to this user and be closed to everyone else.
-    """
+    """Return the folder of compiled kernels, or None if it is not private or not writable."""
     root = os.environ.get("PDECAY_CACHE")
     if not root:
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         root = os.path.join(caches, "pdecay")
-    folder = Path(root).absolute() / "kernels"
+    folder = Path(os.path.realpath(root), "kernels")
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (*reversed(folder.parents), folder):
+            path.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            return None
-        if found.st_mode & 0o077:
-            folder.chmod(0o700)
+        if (
+            stat.S_ISDIR(found.st_mode)
+            and found.st_uid == os.getuid()
+            and _are_safe(folder.parents)
+        ):
+            folder.chmod(0o700)  # it may be open to others, if it is old
+        return folder if _is_private(folder) and os.access(folder, os.W_OK | os.X_OK) else None
     except OSError:
         return None
-    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether no other user but root can write to a folder, rename it or replace it.
+
+    Args:
+        folder: an absolute path without symbolic links.
+    """
+    found = folder.lstat()
+    closed = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    return closed and found.st_uid == os.getuid() and _are_safe(folder.parents)
+
+
+def _are_safe(folders: Iterable[Path]) -> bool:
+    """Return whether no other user can rename our folders in these folders.
+
+    A sticky folder such as /tmp is safe: only its owner and the owner of an entry can rename that.
+    The owner of the root folder is trusted as root is. In a container it may have another number.
+    """
+    trusted = (0, os.getuid(), os.stat("/").st_uid)
+    return all(
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid in trusted
+        and (not found.st_mode & OTHERS_WRITE or found.st_mode & stat.S_ISVTX)
+        for found in (folder.lstat() for folder in folders)
+    )
+
+
+def _runs_code(folder: Path) -> bool:
+    """Return whether a file can be written to a folder and mapped as code.
+
+    A full disk or a file system mounted with noexec would otherwise fail only after a compilation.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(PROBE_SIZE))
+            probe.flush()
+            mmap.mmap(probe.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC).close()
+    except OSError:
+        return False
+    return True

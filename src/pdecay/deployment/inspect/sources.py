@@ -130,9 +130,9 @@ def _unpickle(path: str | os.PathLike[str]) -> object:
                 return torch.load(path, map_location="cpu", weights_only=True)
             _check_uncompressed(path)
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (FileFormatError, OSError):
+    except FileFormatError:
         raise
-    except Exception as error:  # a damaged pickle can raise any error
+    except Exception as error:  # a damaged file can raise any error
         reason = _COLORS.sub("", str(error)).split("\n")[0][:200]
         raise FileFormatError(
             f"torch.load(weights_only=True) failed ({type(error).__name__}: {reason}); expected a "
