@@ -119,6 +119,18 @@ def test_sparse_and_dense_features_give_the_same(penalty, fit_intercept):
     assert dense.coef_[3] == 0
 
 
+@pytest.mark.parametrize("p", [1.05, 1.5, 2, 3])
+@pytest.mark.parametrize("lam", [0.1, 1e-3])
+def test_newton_steps_with_more_features_than_samples(p, lam):
+    x, y, _ = regression(60, 150, rho=0.9)
+    x = np.where(np.abs(x) > 0.5, x, 0.0)
+    dense = BridgeRegressor(p, lam).fit(x, y)
+    found = BridgeRegressor(p, lam).fit(sparse.csr_array(x), y)
+    assert dense.n_iter_ < 200
+    assert dense.dual_gap_ <= 1e-9 * dense.objective_
+    np.testing.assert_allclose(found.coef_, dense.coef_, atol=1e-6)
+
+
 @pytest.mark.parametrize("p", [0.5, 1, 1.5, 2])
 @pytest.mark.parametrize("make", [np.asarray, sparse.csr_array])
 def test_residual_mode_equals_gram_mode(monkeypatch, p, make):

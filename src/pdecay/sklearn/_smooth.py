@@ -19,6 +19,7 @@ from scipy import linalg
 from pdecay.sklearn._design import Design
 from pdecay.sklearn._terms import Floats, Terms
 
+_SHARES = 41  # multiples of the residual that are tried as a start
 _HALVINGS = 40
 _DECREASE = 1e-4  # of the decrease that the slope promises
 _LEAST_CURVATURE = 1e-8  # relative to the largest column norm: p > 2 has none at zero
@@ -32,11 +33,19 @@ def newton_iterates(design: Design, y: Floats, terms: Terms, w: Floats) -> Itera
 def _dual_iterates(design: Design, y: Floats, terms: Terms, w: Floats) -> Iterator[Floats]:
     t = design.residual(y, w)
     u = design.correlate(t)
+    # Near p = 1 the conjugate is a large power: the best multiple of the residual avoids overflow.
+    shares = np.geomspace(1.0, 0.01, _SHARES)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = [s * s * (t @ t) / 2 - s * (y @ t) + terms.conjugate(s * u).sum() for s in shares]
+    share = shares[int(np.argmin(np.nan_to_num(values, nan=np.inf)))]
+    t, u = share * t, share * u
     w = terms.conjugate_slope(u)
     while True:
         gradient = t - design.residual(y, w)
         with np.errstate(divide="ignore", over="ignore"):
             weights = np.where(w != 0, 1 / terms.curvature(np.where(w != 0, w, 1.0)), 0.0)
+        if not np.isfinite(weights).all():
+            return
         step = _solve(design, weights, -gradient)
         change = design.correlate(step)
 
@@ -80,14 +89,17 @@ def _solve(design: Design, weights: Floats, right: Floats) -> Floats:
     """Solve ``(I + X diag(weights) X') x = right``."""
     matrix = design.outer(weights)
     matrix.flat[:: len(matrix) + 1] += 1.0
-    return np.asarray(linalg.solve(matrix, right, assume_a="pos", overwrite_a=True))
+    try:
+        return np.asarray(linalg.solve(matrix, right, assume_a="pos", overwrite_a=True))
+    except linalg.LinAlgError:
+        return np.zeros_like(right)
 
 
 def _line_search(value: Callable[[float], float], slope: float) -> float:
     """Return a step length that decreases the value; 0 if there is none."""
     start, length = value(0.0), 1.0
     for _ in range(_HALVINGS):
-        if value(length) <= start + _DECREASE * length * slope:
+        if slope < 0 and value(length) <= start + _DECREASE * length * slope:
             return length
         length /= 2
     return 0.0

@@ -123,14 +123,20 @@ class LeastSquares:
             if newton and not sweeps:
                 every, r = np.arange(d), np.array(r)
                 sweeps += design.descend(terms, every, cut, w, r, _FIRST_SWEEPS, limit)[0]
-                iterates = newton_iterates(design, self.y, terms, w)
+                iterates, before = newton_iterates(design, self.y, terms, w), w
                 continue
             if newton:
                 new = next(iterates, None)
-                newton = new is not None  # coordinate descent continues if there is none
+                newton = new is not None
                 if new is not None:
                     w = np.where(norms > 0, new, 0.0)
                     sweeps += 1
+                    continue
+                # No further step: coordinate descent continues from the better point.
+                if self.objective(terms, before, design.residual(self.y, before)) < self.objective(
+                    terms, w, r
+                ):
+                    w = before
                     continue
             columns = self._working_set(w, steps, np.abs(q), cut * norms)
             inner = max(limit / 4, step / _INNER)
