@@ -54,7 +54,8 @@ class ResNet(nn.Module):
 
     Stage k has ``width * 2**k`` channels and ``blocks[k]`` basic blocks. Every stage but the first
     halves the image. ``ResNet()`` is ResNet18: width 64 and two blocks in each of four stages. A
-    stem with `stride` 2 reduces the cost by a factor of four.
+    stem with `stride` 2 reduces the cost by a factor of four. A whitened stem is a fixed layer,
+    see :class:`Whitening`.
     """
 
     def __init__(
@@ -63,13 +64,18 @@ class ResNet(nn.Module):
         blocks: Sequence[int] = (2, 2, 2, 2),
         classes: int = 10,
         stride: int = 1,
+        whitened: bool = False,
     ) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
-        )
-        stages: list[nn.Module] = []
         channels = width
+        if whitened:
+            whitening = Whitening(3, stride)
+            channels = whitening.out_channels
+            self.stem = nn.Sequential(whitening, nn.ReLU())
+        else:
+            conv = nn.Conv2d(3, width, 3, stride, padding=1, bias=False)
+            self.stem = nn.Sequential(conv, nn.BatchNorm2d(width), nn.ReLU())
+        stages: list[nn.Module] = []
         for k, count in enumerate(blocks):
             for i in range(count):
                 stages.append(_Block(channels, width << k, stride=2 if k > 0 and i == 0 else 1))
@@ -83,6 +89,28 @@ class ResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stages(self.stem(x))
         return cast(Tensor, self.head(x.mean(dim=(2, 3))))
+
+
+class Whitening(nn.Conv2d):
+    """A fixed 3x3 convolution whose outputs on natural images are uncorrelated.
+
+    The filters are the principal components of 3x3 patches, scaled to unit variance, and their
+    negatives, so that a ReLU loses nothing. It replaces the first layer of a network, which
+    otherwise takes a large part of a short training to find such filters. Call :meth:`fit` before
+    training. The weight does not require a gradient.
+    """
+
+    def __init__(self, channels: int, stride: int = 1) -> None:
+        super().__init__(channels, 2 * 9 * channels, 3, stride, padding=1, bias=False)
+        self.weight.requires_grad_(False)
+
+    @torch.no_grad()
+    def fit(self, images: Tensor, eps: float = 5e-4) -> None:
+        """Set the filters from standardised training images."""
+        patches = nn.functional.unfold(images, 3).transpose(1, 2).flatten(0, 1)
+        variances, components = torch.linalg.eigh(patches.T @ patches / len(patches))
+        filters = (components / (variances + eps).sqrt()).T.view(-1, *self.weight.shape[1:])
+        self.weight.copy_(torch.cat([filters, -filters]))
 
 
 class _Block(nn.Module):

@@ -23,7 +23,7 @@ from pdecay.deployment.model.state import evaluating
 from pdecay.lab.data import cifar10, fashion, shakespeare
 from pdecay.lab.data.sources import Images
 from pdecay.lab.data.streams import Batch, ImageStream, Stream, TextStream, derive
-from pdecay.lab.models import CNN, GPT, MLP, ResNet
+from pdecay.lab.models import CNN, GPT, MLP, ResNet, Whitening
 
 _MODEL, _STEP = 100, 101  # purposes of randomness besides those of the streams
 
@@ -41,6 +41,7 @@ class Task:
         steps, warmup: the number of optimizer steps and of warm-up steps among them.
         lr: a good peak learning rate for AdamW.
         clip: the largest norm of the gradient; None for no clipping.
+        label_smoothing: the share of the target probability that is spread over all classes.
         device: the device of the model and the batches.
     """
 
@@ -52,6 +53,7 @@ class Task:
     warmup: int
     lr: float
     clip: float | None = None
+    label_smoothing: float = 0.0
     device: str = "cpu"
 
     @functools.cached_property
@@ -60,10 +62,17 @@ class Task:
         return self.load(self.device)
 
     def model(self, seed: int) -> nn.Module:
-        """Build a model with weights that depend on the seed only."""
+        """Build a model with weights that depend on the seed only.
+
+        A whitening layer is fitted to training images, the same for all seeds.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(seed, _MODEL))
-            return self.build().to(self.device)
+            model = self.build().to(self.device)
+        for module in model.modules():
+            if isinstance(module, Whitening):
+                module.fit(torch.cat([inputs for inputs, _ in islice(self.batches(0), 16)]))
+        return model
 
     def batch(self, seed: int, step: int) -> Batch:
         """Return the inputs and targets of a training step, the same at every call."""
@@ -86,9 +95,11 @@ class Task:
         torch.manual_seed(derive(seed, _STEP, step))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross entropy of a batch."""
+        """Return the mean cross entropy of a training batch."""
         inputs, targets = batch
-        return cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        return cross_entropy(
+            model(inputs).flatten(0, -2), targets.flatten(), label_smoothing=self.label_smoothing
+        )
 
     def clip_(self, model: nn.Module) -> None:
         """Clip the gradients if the task asks for it."""
@@ -173,13 +184,14 @@ _mlp = _partial(MLP, 64, (300, 100), 10)
 _small_cnn = _partial(CNN, 1, 28, (16, 32), 64, 10)
 _large_cnn = _partial(CNN, 1, 28, (32, 64), 128, 10)
 _small_resnet = _partial(ResNet, 16, (1, 1, 1), stride=2)
-_large_resnet = _partial(ResNet, 32, (1, 1, 1), stride=2)
+_large_resnet = _partial(ResNet, 32, (1, 1, 1), stride=2, whitened=True)
 _small_gpt = _partial(GPT, shakespeare.SYMBOLS, block=32, layers=2, heads=4, width=64)
 _large_gpt = _partial(GPT, shakespeare.SYMBOLS, block=64, layers=4, heads=4, width=128)
 _nano_gpt = _partial(GPT, shakespeare.SYMBOLS, block=256, layers=6, heads=6, width=384, dropout=0.2)
 _digits = _images(_load_digits)
 _fashion, _fashion_flipped = _images(fashion.load), _images(fashion.load, flip=True)
-_cifar10, _cifar10_cropped = (_images(cifar10.load, pad=pad, flip=True) for pad in (0, 4))
+_cifar10, _cifar10_paper = (_images(cifar10.load, pad=pad, flip=True) for pad in (0, 4))
+_cifar10_cpu = _images(cifar10.load, size=128, pad=2, flip=True)
 
 
 _RECIPES = {
@@ -191,8 +203,8 @@ _RECIPES = {
         Task("fashion", "quick", _small_cnn, _fashion, 1800, 90, 3e-3),
         Task("fashion", "cpu", _large_cnn, _fashion_flipped, 7504, 300, 3e-3),
         Task("cifar10", "quick", _small_resnet, _cifar10, 600, 40, 5e-3),
-        Task("cifar10", "cpu", _large_resnet, _cifar10_cropped, 6 * _EPOCH, 200, 3e-3),
-        Task("cifar10", "paper", ResNet, _cifar10_cropped, 100 * _EPOCH, 3 * _EPOCH, 1e-3),
+        Task("cifar10", "cpu", _large_resnet, _cifar10_cpu, 2816, 280, 1e-2, label_smoothing=0.1),
+        Task("cifar10", "paper", ResNet, _cifar10_paper, 100 * _EPOCH, 3 * _EPOCH, 1e-3),
         Task("shakespeare", "quick", _small_gpt, _text(16, 32), 1600, 100, 1e-2, 1.0),
         Task("shakespeare", "cpu", _large_gpt, _text(16, 64), 1500, 100, 1e-2, 1.0),
         Task("shakespeare", "paper", _nano_gpt, _text(64, 256), 5000, 100, 1e-3, 1.0),

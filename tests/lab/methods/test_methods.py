@@ -134,6 +134,8 @@ def test_every_method_trains_digits(digits, name):
         "mp": {"threshold": 0.05},
         "dwf": {"depth": 3, "lam": 2e-4},
         "l1": {"lam": 0.1},
+        "slow": {"lam": 0.3, "rate": 0.5},
+        **dict.fromkeys(("every", "pschedule", "prox", "freeze"), {"lam": 0.1}),
     }.get(name, {})
     trainer = Trainer(digits, METHODS[name](**options), seed=0, lr=0.01, steps=150)
     list(trainer.train())

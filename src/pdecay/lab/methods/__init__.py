@@ -13,6 +13,15 @@ from pdecay.lab.methods.decay import AdamWMethod, ElasticMethod, L1Method, PAdam
 from pdecay.lab.methods.factorized import DWFMethod
 from pdecay.lab.methods.magnitude import GMPMethod, MPMethod
 from pdecay.lab.methods.oto import OTOMethod
+from pdecay.lab.methods.variations import (
+    DecayedGMPMethod,
+    DecayedMPMethod,
+    EveryMethod,
+    FreezeMethod,
+    ProxMethod,
+    PScheduleMethod,
+    SlowMethod,
+)
 
 __all__ = ["METHODS", "Method", "Run", "adamw", "decayed_weights", "find", "options_of"]
 
@@ -26,6 +35,13 @@ METHODS: dict[str, type[Method]] = {
     "oto": OTOMethod,
     "dwf": DWFMethod,
     "l1": L1Method,
+    "every": EveryMethod,
+    "slow": SlowMethod,
+    "pschedule": PScheduleMethod,
+    "prox": ProxMethod,
+    "freeze": FreezeMethod,
+    "padam-mp": DecayedMPMethod,
+    "padam-gmp": DecayedGMPMethod,
 }
 
 

@@ -10,15 +10,25 @@ from torch.optim import Optimizer
 
 import pdecay
 from pdecay import Lp, PAdam, SparsityTarget, prox
+from pdecay._core.auxiliary import Auxiliary
 from pdecay._core.penalty import Penalty
 from pdecay._core.validation import check_number
+from pdecay._sparsity.metric import Rank, check_rank
 from pdecay.lab.methods.base import Method, Run, adamw, check_share, decayed_weights
 from pdecay.lab.tasks import Task
 
 
-def _padam(model: nn.Module, lr: float, decay: Penalty, l2: float = 0.0) -> PAdam:
+def padam(
+    model: nn.Module,
+    lr: float,
+    decay: Penalty,
+    weight_decay: float = 0.0,
+    auxiliary: Auxiliary | None = None,
+) -> PAdam:
+    """Return a PAdam; biases, norms and zero-initialised tensors do not decay."""
     decayed, others = pdecay.param_groups(model, decay)
-    return PAdam([decayed, {**others, "weight_decay": 0.0}], lr=lr, weight_decay=l2)
+    groups = [decayed, {**others, "weight_decay": 0.0}]
+    return PAdam(groups, lr=lr, weight_decay=weight_decay, auxiliary=auxiliary)
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class PAdamMethod(Method):
         Lp(self.p, self.lam)
 
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
-        return Run(_padam(model, lr, Lp(self.p, self.lam)))
+        return Run(padam(model, lr, Lp(self.p, self.lam)))
 
 
 @dataclass(frozen=True)
@@ -61,25 +71,33 @@ class ElasticMethod(Method):
         check_number("l2", self.l2)
 
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
-        return Run(_padam(model, lr, Lp(self.p, self.lam), self.l2))
+        return Run(padam(model, lr, Lp(self.p, self.lam), self.l2))
 
 
 @dataclass(frozen=True)
 class TargetMethod(Method):
-    """PAdam with a controlled lam, so that a given share of the weights is zero at the end."""
+    """PAdam with a SparsityTarget, so that a given share of the weights is zero at the end."""
 
     p: float = 0.8
     target: float = 0.9
+    weight_decay: float = 0.1  # AdamW's L2
+    rank: Rank = "adaptive"
+    pull: float | None = None
+    end: float = 0.7  # of the ramp, as a share of the training
 
     def __post_init__(self) -> None:
         if not Lp(self.p, 1.0).absorbs:
             raise ValueError(f"p must be below 2, where zeros stay zero, got {self.p!r}")
         if not check_share("target", self.target):
             raise ValueError(f"target must be above 0, got {self.target!r}")
+        check_number("weight_decay", self.weight_decay)
+        check_rank(self.rank)
 
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
-        optimizer = _padam(model, lr, Lp(self.p, 1.0))
-        SparsityTarget(optimizer, self.target, steps)  # acts in the optimizer's step
+        optimizer = padam(model, lr, Lp(self.p, 1.0), self.weight_decay)
+        SparsityTarget(  # acts in the optimizer's step
+            optimizer, self.target, steps, end=self.end, rank=self.rank, pull=self.pull
+        )
         return Run(optimizer)
 
 

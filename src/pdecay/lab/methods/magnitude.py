@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from pdecay import GradualMagnitudePruning, MagnitudePruning
 from pdecay._core.validation import check_number
+from pdecay._sparsity.metric import Rank, check_rank
 from pdecay.lab.methods.base import Method, Run, adamw, check_share, decayed_weights
 from pdecay.lab.tasks import Task
 
@@ -32,9 +33,7 @@ class MPMethod(Method):
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
         optimizer = adamw(model, lr, self.weight_decay)
         weights = decayed_weights(optimizer)
-        return _Pruned(
-            optimizer, MagnitudePruning(optimizer, self.threshold, steps, params=weights)
-        )
+        return Pruned(optimizer, MagnitudePruning(optimizer, self.threshold, steps, params=weights))
 
 
 @dataclass(frozen=True)
@@ -43,20 +42,26 @@ class GMPMethod(Method):
 
     target: float = 0.9
     weight_decay: float = 0.1
+    rank: Rank = "magnitude"
+    end: float = 0.7  # of the ramp, as a share of the training
 
     def __post_init__(self) -> None:
         check_share("target", self.target)
         check_number("weight_decay", self.weight_decay)
+        check_rank(self.rank)
 
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
         optimizer = adamw(model, lr, self.weight_decay)
         weights = decayed_weights(optimizer)
-        return _Pruned(
-            optimizer, GradualMagnitudePruning(optimizer, self.target, steps, params=weights)
+        return Pruned(
+            optimizer,
+            GradualMagnitudePruning(
+                optimizer, self.target, steps, params=weights, rank=self.rank, end=self.end
+            ),
         )
 
 
-class _Pruned(Run):
+class Pruned(Run):
     """A run whose pruning acts through the optimizer's hooks."""
 
     def __init__(
