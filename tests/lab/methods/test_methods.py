@@ -135,7 +135,7 @@ def test_every_method_trains_digits(digits, name):
         "dwf": {"depth": 3, "lam": 2e-4},
         "l1": {"lam": 0.1},
         "slow": {"lam": 0.3, "rate": 0.5},
-        **dict.fromkeys(("every", "pschedule", "prox", "freeze"), {"lam": 0.1}),
+        **{key: {"lam": 0.1} for key in ("every", "pschedule", "prox", "freeze")},
     }.get(name, {})
     trainer = Trainer(digits, METHODS[name](**options), seed=0, lr=0.01, steps=150)
     list(trainer.train())
