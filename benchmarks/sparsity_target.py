@@ -44,7 +44,7 @@ def method_of(cell: dict) -> Method:
     """Return the lab's method for a cell."""
     l2 = cell.get("l2", 0.0)
     if cell["method"] == "target":
-        return TargetMethod(p=cell["p"], target=cell["target"])
+        return TargetMethod(p=cell["p"], target=cell["target"], weight_decay=0.0, rank="magnitude")
     if cell["method"] == "gmp":
         return GMPMethod(target=cell["target"], weight_decay=l2)
     if cell["method"] == "fixed":
