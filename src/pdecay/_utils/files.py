@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _UNFINISHED = ".part"
 
@@ -19,22 +21,62 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     The data is written to a temporary file in the same folder and flushed to disk before the
     rename. A reader therefore sees either the old file or the complete new one, even after a
-    crash.
+    crash. The new file has the permissions of the old one.
+
+    Raises:
+        OSError: if the path is a folder or a device, or if writing fails. If a write fails, this
+            is the write's own error, even if the block raises another one in its place.
     """
     target = Path(os.path.realpath(path))  # replace the file that a symbolic link points to
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    mode = _permissions(target)
     part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}{_UNFINISHED}")
+    raw = _RawFile(part, 0o666 if mode is None else mode & 0o600)
     try:
-        with open(part, "xb") as file:
+        with io.BufferedWriter(raw) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if mode is not None:
+            os.chmod(part, mode)
         os.replace(part, target)
-    except BaseException:
+    except BaseException as error:
         part.unlink(missing_ok=True)
+        failed = raw.write_error
+        if failed is not None and isinstance(error, Exception):
+            raise OSError(failed.errno, failed.strerror, str(path)) from error
         raise
     _sync_folder(target.parent)
+
+
+def _permissions(path: Path) -> int | None:
+    """Return the permissions of a regular file; None if there is no file."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "Not a regular file, choose another path", str(path))
+    return stat.S_IMODE(mode) & 0o777
+
+
+class _RawFile(io.FileIO):
+    """A new file that remembers the first error of a write.
+
+    ``torch.save`` hides it: with a full disk, it reports an unexpected position.
+    """
+
+    def __init__(self, path: Path, mode: int) -> None:
+        super().__init__(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
+        self.write_error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.write_error = self.write_error or error
+            raise
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -1,0 +1,84 @@
+"""Atomic replacement of files: permissions, special files and failed writes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+import pytest
+import torch
+
+import pdecay
+from pdecay._utils.files import replacing
+
+
+@pytest.fixture
+def limited_file_size():
+    """Make writes beyond 100 kB fail, as they do when the disk is full."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_replacing_keeps_permissions(tmp_path, mode):
+    path = tmp_path / "model"
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    pdecay.save({"w": torch.ones(3)}, path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert pdecay.load(path)["w"].sum() == 3
+
+
+def test_unfinished_file_is_as_private_as_the_old_one(tmp_path):
+    path = tmp_path / "model"
+    path.write_bytes(b"old")
+    path.chmod(0o600)
+    with replacing(path) as file:
+        file.write(b"new")
+        (part,) = tmp_path.glob(".*.part")
+        assert stat.S_IMODE(part.stat().st_mode) == 0o600
+
+
+def test_new_file_follows_the_umask(tmp_path):
+    previous = os.umask(0o027)
+    try:
+        pdecay.save({"w": torch.ones(3)}, tmp_path / "model")
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE((tmp_path / "model").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("kind", ["device", "fifo", "link to device"])
+def test_special_files_are_not_replaced(tmp_path, kind):
+    # Never the system's own devices: a failing test run by root would replace them.
+    path = target = tmp_path / "special"
+    if kind == "fifo":
+        os.mkfifo(target)
+    else:
+        target = tmp_path / "device" if kind == "link to device" else path
+        try:
+            os.mknod(target, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        except OSError:
+            pytest.skip("only root can create devices")
+        if target != path:
+            path.symlink_to(target)
+    before = path.stat()
+    with pytest.raises(OSError, match="Not a regular file"):
+        pdecay.save({"w": torch.ones(3)}, path)
+    assert path.stat().st_ino == before.st_ino
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_failed_write_reports_its_own_error(tmp_path, limited_file_size):
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"old")
+    with pytest.raises(OSError, match="File too large") as caught, replacing(path) as file:
+        torch.save({"w": torch.ones(100_000)}, file)
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.filename == str(path)
+    assert path.read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 1
