@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -399,3 +400,47 @@ def test_onnx_export_uses_dense_layer(tmp_path):
         session = runtime.InferenceSession(path)
         (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         torch.testing.assert_close(torch.from_numpy(got), dense(x).relu())
+
+
+@needs_kernel
+@pytest.mark.parametrize("layer", [dense_linear(8, 6), dense_conv(2, 3, 3)], ids=["linear", "conv"])
+def test_lazy_negation_of_inputs_is_applied(layer):
+    shape = (5, 8) if isinstance(layer, nn.Linear) else (2, 2, 8, 8)
+    sparse = (SparseLinear if isinstance(layer, nn.Linear) else SparseConv2d)(layer)
+    x = torch._neg_view(torch.randn(shape))
+    assert x.is_neg()
+    assert x.is_contiguous()
+    expected = layer(x)
+    torch.testing.assert_close(sparse(x), expected)
+    more = torch._neg_view(torch.randn(expected.shape))
+    torch.testing.assert_close(sparse(x, more), expected + more)
+    zero = torch._efficientzerotensor(shape)
+    torch.testing.assert_close(sparse(zero), layer(torch.zeros(shape)))
+
+
+@needs_kernel
+def test_lazy_negation_of_bias_is_applied():
+    layer = dense_linear(8, 6)
+    with torch.inference_mode(False), torch.no_grad():
+        layer.bias = nn.Parameter(torch._neg_view(torch.randn(6)))
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(SparseLinear(layer)(x), layer(x))
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_functional_call_uses_the_given_buffers(monkeypatch, has_kernel):
+    if not has_kernel:
+        monkeypatch.setattr(layers_kernel, "available", lambda: "no compiler")
+    layer = dense_linear(8, 6)
+    sparse = nn.Sequential(SparseLinear(layer))
+    x = torch.randn(5, 8)
+    with contextlib.nullcontext() if has_kernel else pytest.warns(UserWarning, match="densely"):
+        before = sparse(x)
+    given = {"0.values": 2 * sparse[0].values, "0.bias": torch.ones(6)}
+    expected = nn.functional.linear(x, 2 * layer.weight, torch.ones(6))
+    torch.testing.assert_close(torch.func.functional_call(sparse, given, x), expected)
+    torch.testing.assert_close(sparse(x), before)
+    with torch.inference_mode(False):
+        values = sparse[0].values.clone().requires_grad_()
+        torch.func.functional_call(sparse, {"0.values": values}, x.clone()).sum().backward()
+        assert values.grad is not None

@@ -5,12 +5,13 @@ non-zeros of their weight. A zero weight never reads its input, so that an infin
 does not turn into NaN there, as in a dense layer.
 
 The kernel is plain C, compiled at first use (see ``pdecay._native``). The layers compute densely,
-with the same result, if there is no compiler, and while torch traces, compiles or transforms the
-model (``torch.func``).
+with the same result, if there is no compiler, if their buffers are replaced
+(``torch.func.functional_call``), and while torch traces, compiles or transforms the model.
 """
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
@@ -28,7 +29,7 @@ _DTYPES = (torch.float32, torch.float64)
 _MAX_PLANS = 16  # cached plans per layer
 _MAX_SHAPES = 64  # cached input shapes per layer
 # Attributes derived from the buffers; they are not pickled.
-_DERIVED = ("_dtype", "_weight", "_calls", "_plans", "_dense", "_why_dense")
+_DERIVED = ("_dtype", "_weight", "_prepared", "_calls", "_plans", "_dense", "_why_dense")
 
 Dense = TypeVar("Dense", nn.Linear, nn.Conv2d)
 
@@ -128,7 +129,7 @@ class SparseLayer(nn.Module):
     def forward(self, x: Tensor, more: Tensor | float | None = None) -> Tensor:
         """Return the output; `more`, if given, is added before the ReLU."""
         # Keep this path short: a call may take only ten microseconds in total.
-        if is_traced(x):
+        if is_traced(x) or self._has_other_buffers():
             return self._forward_dense(x, more)
         call = self._calls.get(x.shape)
         if call is None or x.dtype is not self._dtype or x.requires_grad or not x.is_cpu:
@@ -136,7 +137,7 @@ class SparseLayer(nn.Module):
             call = self._call(x.shape)
             if call is None:
                 return self._forward_dense(x, more)
-        return call(x if x.is_contiguous() else x.contiguous(), more)
+        return call(x, more)
 
     def _check_input(self, x: Tensor) -> Tensor:
         """Return the input in the kernel's dtype; raise if the kernel cannot use it."""
@@ -205,15 +206,20 @@ class SparseLayer(nn.Module):
         bias = self.values.new_zeros(self.shape.out_channels) if self.bias is None else self.bias
         # Convert for the kernel: load_state_dict(assign=True) may set other dtypes and strides.
         self._weight = NonZeros(
-            self.values.contiguous(),
-            self.columns.int().contiguous(),
-            self.row.long().contiguous(),
-            bias.to(self._dtype).contiguous(),
+            kernel.in_memory(self.values),
+            kernel.in_memory(self.columns.int()),
+            kernel.in_memory(self.row.long()),
+            kernel.in_memory(bias.to(self._dtype)),
         )
+        self._prepared = tuple(self._buffers.values())
         self._calls: dict[torch.Size, Call] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._dense: Tensor | None = None
         self._why_dense = _no_kernel(self.values)
+
+    def _has_other_buffers(self) -> bool:
+        """Return whether the buffers were replaced, as ``torch.func.functional_call`` does."""
+        return not all(map(operator.is_, self._buffers.values(), self._prepared))
 
     def _plan(self, key: tuple[int, ...], make: Callable[[], Plan]) -> Plan:
         """Return the cached plan of a key, or make it."""
@@ -227,9 +233,9 @@ class SparseLayer(nn.Module):
 
     def _forward_dense(self, x: Tensor, more: Tensor | float | None) -> Tensor:
         weight = self._dense
-        if weight is None:
+        if weight is None or self._has_other_buffers():
             weight = self.weight
-            if not is_traced(x):
+            if not is_traced(x) and not self._has_other_buffers():
                 name = type(self).__name__
                 warnings.warn(f"{name} computes densely: {self._why_dense}", stacklevel=3)
                 self._dense = weight

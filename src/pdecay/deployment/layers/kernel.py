@@ -65,6 +65,17 @@ def is_traced(x: Tensor) -> bool:
     )
 
 
+def in_memory(x: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its elements in row-major order, as a kernel reads them.
+
+    A tensor may have other strides, a lazy negation (``z.conj().imag``), or no memory at all if it
+    is a gradient that is known to be zero.
+    """
+    if x._is_zerotensor():
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return x.resolve_neg().contiguous() if x.is_neg() else x.contiguous()
+
+
 class Call:
     """A kernel call for one input shape, with everything prepared.
 
@@ -85,7 +96,7 @@ class Call:
         self._threads = max(1, count * plan.work // _THREAD_WORK)
 
     def __call__(self, x: Tensor, more: Tensor | float | None = None) -> Tensor:
-        """Return the output for a contiguous input of the prepared shape and dtype.
+        """Return the output for an input of the prepared shape and dtype.
 
         `more`, if given, is added before the ReLU: by the kernel if it has the output's dtype and
         can be expanded to its shape, else by torch.
@@ -93,7 +104,7 @@ class Call:
         if more is None:
             return self._run(self._address, x, None)
         if self._can_add(more):
-            return self._run(self._address, x, more.expand_as(self._like).contiguous())
+            return self._run(self._address, x, in_memory(more.expand_as(self._like)))
         without_relu = _Struct.from_buffer_copy(self._plan.struct)
         without_relu.relu = 0
         y = self._run(ctypes.addressof(without_relu), x, None) + more
@@ -112,6 +123,7 @@ class Call:
         return more.dim() <= like.dim() and all(one in (1, full) for one, full in sizes)
 
     def _run(self, plan: int, x: Tensor, more: Tensor | None) -> Tensor:
+        x = in_memory(x)
         out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
         threads = min(torch.get_num_threads(), self._threads)
         scratch = _scratch(threads * self._scratch) if self._scratch else None
