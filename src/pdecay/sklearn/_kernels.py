@@ -21,7 +21,7 @@ def kernels() -> PythonKernels:
         return CompiledKernels()
     except KernelUnavailable as reason:
         warnings.warn(
-            f"pdecay.sklearn runs its solver in Python, which is about 100 times slower: {reason}",
+            f"pdecay.sklearn runs its solver in Python, which is much slower: {reason}",
             RuntimeWarning,
             stacklevel=2,
         )

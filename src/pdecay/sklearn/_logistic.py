@@ -27,6 +27,7 @@ _LEAST_CURVATURE = 1e-6  # of a sample, relative to its weight; saturated sample
 _ROUGH = 1e-3  # tolerance of starts
 _INNER_SWEEPS = 1000
 _INTERCEPT_STEPS = 3
+_ROUNDING = 1e-13
 _BISECTIONS = 55  # halve an interval to the precision of its ends
 
 
@@ -214,7 +215,8 @@ class Logistic:
             hessian = np.diag(weighted.sum(axis=0)) - chance.T @ weighted
             step = np.linalg.lstsq(hessian, gradient, rcond=1e-12)[0]
             new = self.state(now.w, now.b + step, terms)
-            if not new.objective <= now.objective:
+            # Small steps change the objective by less than its rounding error.
+            if not new.objective <= now.objective * (1 + _ROUNDING):
                 return
             now.b, now.scores, now.objective = new.b, new.scores, new.objective
 
