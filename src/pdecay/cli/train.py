@@ -18,18 +18,30 @@ from pdecay.cli.common import (
     seconds,
 )
 
-METHODS = "adamw, padam, elastic, target, mp, gmp, oto, dwf, l1 or my_module:MyMethod"
+METHODS = (
+    "adamw, padam, elastic, target, mp, gmp, oto, dwf, l1, every, slow, pschedule, prox, freeze, "
+    "padam-mp, padam-gmp or my_module:MyMethod"
+)
 
-# The options of the methods in pdecay.lab, which --help does not import because it is slow.
+# The options of the methods in pdecay.lab, which --help does not import because it is slow. The
+# documentation ("Experiments") lists the options of each method.
 OPTIONS: dict[str, tuple[type, str]] = {
-    "p": (float, "the norm (padam, elastic, target)"),
-    "lam": (float, "the strength of the decay (padam, elastic, l1, dwf)"),
-    "l2": (float, "the strength of the additional L2 decay (elastic)"),
-    "target": (float, "the share of zero weights (target, gmp) or units (oto)"),
-    "threshold": (float, "weights below it are pruned (mp)"),
-    "depth": (int, "the number of factors of a weight (dwf)"),
-    "eps": (float, "how early a unit is set to zero, from 0 to 1 (oto)"),
-    "weight_decay": (float, "AdamW's L2 decay (adamw, mp, gmp, oto)"),
+    "p": (float, "the norm"),
+    "lam": (float, "the strength of the p-norm decay"),
+    "l2": (float, "the strength of the additional L2 decay of elastic"),
+    "target": (float, "the share of zero weights, for oto of zero units"),
+    "rank": (str, "the order of removal: adaptive or magnitude"),
+    "pull": (float, "how fast the decay shrinks the weights that are removed next"),
+    "end": (float, "the end of the ramp, as a share of the training"),
+    "threshold": (float, "weights below it are pruned"),
+    "depth": (int, "the number of factors of a weight"),
+    "eps": (float, "how early a unit is set to zero, from 0 to 1"),
+    "n": (int, "the number of steps between two updates of s"),
+    "rate": (float, "how fast s follows the weights, from 0 to 1"),
+    "cycles": (int, "how often p falls from 2"),
+    "share": (float, "the share of a cycle in which p falls"),
+    "after": (float, "the share of the training after which zeros are kept and nothing decays"),
+    "weight_decay": (float, "AdamW's L2 decay"),
 }
 
 
