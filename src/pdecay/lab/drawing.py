@@ -11,9 +11,11 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-BLUE, VERMILION, GREEN, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#555555", "#222222"
+BLUE, SKY, VERMILION, GREEN = "#0072B2", "#56B4E9", "#D55E00", "#009E73"
+GREY, INK = "#555555", "#222222"
 FONTS: Any = {  # Any: matplotlib's stubs want each key as a literal
     "font.size": 11,
     "axes.titlesize": 13,
@@ -24,6 +26,12 @@ FONTS: Any = {  # Any: matplotlib's stubs want each key as a literal
     "legend.frameon": False,
 }
 _DPI = 150
+
+
+def set_title(axes: Axes, title: str, subtitle: str) -> None:
+    """Set a title with a grey line below it."""
+    axes.set_title(f"{title}\n", pad=4)
+    axes.text(0, 1.02, subtitle, transform=axes.transAxes, color=GREY, va="bottom", fontsize=10)
 
 
 def to_decades(zeros: Any) -> Any:

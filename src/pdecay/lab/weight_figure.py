@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pdecay.deployment.inspect import histogram
 from pdecay.deployment.inspect.inspection import Inspection, Layer
-from pdecay.lab.drawing import BLUE, FONTS, GREY, save
+from pdecay.lab.drawing import BLUE, FONTS, save, set_title
 
 _MAX_LAYERS, _MAX_LABEL = 40, 40
 
@@ -33,15 +33,10 @@ def draw(inspection: Inspection, path: Path) -> None:
         )
         above.stairs(100 * total[low:high] / max(size, 1), edges, fill=True, color=BLUE)
         above.set_ylabel(f"% of the weights per {1 / histogram.PER_DECADE:g}")
-        above.set_title(f"{Path(inspection.path).name}: magnitudes of the weights\n", pad=4)
-        above.text(
-            0,
-            1.02,
+        set_title(
+            above,
+            f"{Path(inspection.path).name}: magnitudes of the weights",
             f"{size:,} weights; {zeros / max(size, 1):.2%} are exactly zero and not drawn",
-            transform=above.transAxes,
-            color=GREY,
-            va="bottom",
-            fontsize=10,
         )
         if layers:
             below.pcolormesh(

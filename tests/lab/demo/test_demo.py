@@ -79,7 +79,7 @@ def test_columns_of_full_table_fit_in_80_characters(first):
     results, _, _ = first
     output = io.StringIO()
     tripled = demo.Results(
-        tuple(demo.Summary(one.records * 3) for one in results.summaries), results.toy
+        tuple(demo.Summary(one.runs * 3) for one in results.summaries), results.toy
     )
     demo.print_tables(Console(file=output, width=80), tripled, pdecay.sparsity(_model()))
     assert "\u2026" not in output.getvalue()
@@ -113,7 +113,7 @@ def test_later_seeds_follow_the_first(tmp_path):
     quiet = Console(quiet=True)
     results = demo.train_grid(grid, tmp_path, seed=5, console=quiet)
     other = demo.train_grid(grid, tmp_path, seed=7, console=quiet)
-    assert [record["settings"]["seed"] for record in results.dense.records] == [5, 6]
+    assert [record["settings"]["seed"] for record in results.dense.runs] == [5, 6]
     assert results.dense.to_dict() != other.dense.to_dict()
 
 

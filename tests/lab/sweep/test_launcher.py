@@ -200,7 +200,7 @@ def test_error_outside_of_a_run_stops_the_sweep(sweep, tmp_path):
 
 def test_worker_that_cannot_run_stops_the_sweep(tmp_path, monkeypatch):
     def cannot_run(job, connection):
-        connection.send(("crash", "Traceback\nOSError: no space left"))
+        connection.send("Traceback\nOSError: no space left")
 
     plan = Grid(task="digits", scale="quick", grids=[{"method": ["adamw"]}])
     context = multiprocessing.get_context("fork")

@@ -38,6 +38,7 @@ SPARSITIES = (0.9, 0.95)
 _FUNCTIONS = 4  # number of functions in a report
 
 Report = Callable[[str], None]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,48 +51,22 @@ class LayerCase:
     wanted: dict[float, float]
 
 
-@dataclass(frozen=True)
-class LayerCost:
-    """The times of a dense and a sparse layer in microseconds."""
-
-    name: str
-    batch: int
-    threads: int
-    sparsity: float
-    dense: float
-    sparse: float
-    ratio: float
-    wanted: float
-
-
 def layer_cases() -> list[LayerCase]:
     """Return a linear layer, and 3x3 and 1x1 convolutions from 64 to 512 channels."""
-    cases = []
-    for batch, wanted in ((1, 4.0), (64, 5.0)):
-        cases.append(
-            LayerCase(
-                "Linear 1024x1024",
-                functools.partial(nn.Linear, 1024, 1024),
-                (batch, 1024),
-                {0.95: wanted},
-            )
-        )
+    linear = functools.partial(nn.Linear, 1024, 1024)
+    cases = [
+        LayerCase("Linear 1024x1024", linear, (batch, 1024), {0.95: wanted})
+        for batch, wanted in ((1, 4.0), (64, 5.0))
+    ]
     for kernel, wants in (
         (3, {1: {0.9: 2.0, 0.95: 4.0, 0.99: 9.0}, 16: {0.9: 2.0, 0.95: 3.5, 0.99: 8.0}}),
         (1, {1: {0.95: 3.0}, 16: {0.95: 3.0}}),
     ):
         for channels, size in ((64, 32), (128, 16), (256, 8), (512, 4)):
-            for batch, each in wants.items():
-                cases.append(
-                    LayerCase(
-                        f"Conv2d {kernel}x{kernel}, {channels} channels, {size}x{size}",
-                        functools.partial(
-                            nn.Conv2d, channels, channels, kernel, padding=kernel // 2
-                        ),
-                        (batch, channels, size, size),
-                        each,
-                    )
-                )
+            name = f"Conv2d {kernel}x{kernel}, {channels} channels, {size}x{size}"
+            conv = functools.partial(nn.Conv2d, channels, channels, kernel, padding=kernel // 2)
+            for batch, wanted_at in wants.items():
+                cases.append(LayerCase(name, conv, (batch, channels, size, size), wanted_at))
     return cases
 
 
@@ -101,24 +76,30 @@ def layers(
     rounds: int,
     seconds: float,
     say: Report = lambda _: None,
-) -> Iterator[LayerCost]:
-    """Measure each case, dense and sparse, for each number of threads."""
+) -> Iterator[Row]:
+    """Measure each case, dense and sparse, for each number of threads.
+
+    Yields for each measurement its ``name, batch, threads, sparsity``, the times ``dense`` and
+    ``sparse`` in microseconds, their ``ratio`` and the ``wanted`` ratio.
+    """
     for count in threads:
         with use_threads(count), torch.inference_mode():
             for case in cases:
                 x = torch.randn(case.input)
                 for sparsity, wanted in case.wanted.items():
                     say(f"{count} threads, {case.name}, batch {len(x)}, {sparsity:.0%}")
-                    dense, sparse = _pair(case.make, sparsity)
-                    taken = interleaved(
-                        [functools.partial(dense, x), functools.partial(sparse, x)],
-                        rounds=rounds,
-                        seconds=seconds,
-                    )
-                    yield LayerCost(
-                        *(case.name, len(x), count, sparsity),
-                        *(1e6 * taken[0], 1e6 * taken[1], taken[0] / taken[1], wanted),
-                    )
+                    pair = [functools.partial(layer, x) for layer in _pair(case.make, sparsity)]
+                    taken = interleaved(pair, rounds=rounds, seconds=seconds)
+                    yield {
+                        "name": case.name,
+                        "batch": len(x),
+                        "threads": count,
+                        "sparsity": sparsity,
+                        "dense": 1e6 * taken[0],
+                        "sparse": 1e6 * taken[1],
+                        "ratio": taken[0] / taken[1],
+                        "wanted": wanted,
+                    }
 
 
 def _pair(make: Callable[[], nn.Module], sparsity: float) -> tuple[nn.Module, SparseLayer]:
@@ -170,26 +151,21 @@ def networks(quick: bool) -> list[Network]:
     ]
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A trained network with its sparsity and its test accuracy in percent."""
-
-    model: nn.Module
-    sparsity: float
-    accuracy: float
-
-
 def trained(
     network: Network, sparsity: float, folder: Path, say: Report = lambda _: None
-) -> Trained:
-    """Train a network to a sparsity, or load the weights of an earlier call from `folder`."""
+) -> tuple[nn.Module, Row]:
+    """Train a network to a sparsity, or load the weights of an earlier call from `folder`.
+
+    Returns:
+        The model, and its ``sparsity`` and test ``accuracy`` in percent.
+    """
     task = network.task()
     path = folder / f"{task.name}-{sparsity:g}.pt"
     if path.exists():
         model = task.model(0)
         saved = torch.load(path, weights_only=True)
-        model.load_state_dict(saved["model"])
-        return Trained(model.eval(), saved["sparsity"], saved["accuracy"])
+        model.load_state_dict(saved.pop("model"))
+        return model.eval(), saved
     method = TargetMethod(p=0.8, target=sparsity)
     trainer = Trainer(task, method, seed=0, lr=task.lr, steps=task.steps, points=0)
     for _ in trainer.train():
@@ -200,72 +176,44 @@ def trained(
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         torch.save({"model": trainer.model.state_dict(), **saved}, file)
-    return Trained(trainer.model.eval(), **saved)
-
-
-@dataclass(frozen=True)
-class NetworkCost:
-    """The times of a trained network in microseconds.
-
-    Args:
-        name, sparsity, accuracy: the network, its sparsity and its test accuracy in percent.
-        batch, threads: the batch size and the number of threads.
-        dense, onnx, deployed: the times dense in torch, dense in ONNX Runtime, and deployed.
-        ratio, onnx_ratio: the speed-ups of the deployed model over the two dense ones.
-        wanted: the required ratio, if any.
-        dense_bytes, deployed_bytes: the memory of parameters and buffers.
-        dense_file, file: the sizes of the dense and the sparse model file in bytes.
-        chosen: the variant that deploy chose.
-        layers: the name, kind and separate time of each layer.
-        functions: the slowest functions besides layers, with their times.
-    """
-
-    name: str
-    sparsity: float
-    accuracy: float
-    batch: int
-    threads: int
-    dense: float
-    onnx: float | None
-    deployed: float
-    ratio: float
-    onnx_ratio: float | None
-    wanted: float | None
-    dense_bytes: int
-    deployed_bytes: int
-    dense_file: int
-    file: int
-    chosen: str
-    layers: list[tuple[str, str, float]]
-    functions: list[tuple[str, float]]
+    return trainer.model.eval(), saved
 
 
 def network_costs(
     network: Network,
     sparsity: float,
-    found: Trained,
+    folder: Path,
     batches: Sequence[int],
     threads: Sequence[int],
     seconds: float,
     say: Report = lambda _: None,
-) -> Iterator[NetworkCost]:
-    """Measure a trained network in torch, in ONNX Runtime and deployed, on validation batches."""
+) -> Iterator[Row]:
+    """Measure a trained network in torch, in ONNX Runtime and deployed, on validation batches.
+
+    Yields for each measurement, with times in microseconds and sizes in bytes:
+
+    - ``name, sparsity, accuracy, batch, threads``: the network, as trained, and the setting;
+    - ``dense, onnx, deployed``: the times dense in torch, dense in ONNX Runtime, and deployed;
+    - ``ratio, onnx_ratio, wanted``: the speed-ups over the two dense ones, and the required ratio;
+    - ``dense_bytes, deployed_bytes, dense_file, file``: the sizes in memory and as a file;
+    - ``chosen``: the variant that deploy chose;
+    - ``layers``: the name, kind and separate time of each layer;
+    - ``functions``: the slowest functions besides layers, with their times.
+    """
+    model, found = trained(network, sparsity, folder, say)
     inputs, _ = next(iter(network.task().validation()))
-    dense_file, file = (_file_size(found.model, dense) for dense in (True, False))
+    files = {"dense_file": _file_size(model, True), "file": _file_size(model, False)}
     for count in threads:
         for batch in batches:
             say(f"{count} threads, {network.name}, {sparsity:.0%} zeros, batch {batch}")
             x = inputs[:batch].clone()
             with use_threads(count), torch.inference_mode():
-                deployed = deploy(found.model, x)
-                runs: list[Callable[[], object]] = [
-                    functools.partial(found.model, x),
-                    functools.partial(deployed, x),
-                ]
+                deployed = deploy(model, x)
+                runs = [functools.partial(one, x) for one in (model, deployed)]
                 taken = interleaved(runs, rounds=7, seconds=seconds, turn=20e-3)
                 functions = _function_times(deployed, x)
                 # Measured separately, because its idle threads spin and would slow the others down.
-                session = onnx_session(found.model, x, count)
+                session = onnx_session(model, x, count)
                 if session is not None:
                     taken += interleaved([session], rounds=7, seconds=seconds / 2, turn=20e-3)
                     session = None
@@ -273,26 +221,24 @@ def network_costs(
             onnx = others[0] if others else None
             report = deployed.report
             assert isinstance(report, DeployReport)
-            yield NetworkCost(
-                name=network.name,
-                sparsity=found.sparsity,
-                accuracy=found.accuracy,
-                batch=batch,
-                threads=count,
-                dense=dense,
-                onnx=onnx,
-                deployed=fast,
-                ratio=dense / fast,
-                onnx_ratio=None if onnx is None else onnx / fast,
-                wanted=network.wanted if sparsity == 0.95 else None,
-                dense_bytes=report.dense_bytes,
-                deployed_bytes=report.deployed_bytes,
-                dense_file=dense_file,
-                file=file,
-                chosen=report.chosen,
-                layers=_times_of(report),
-                functions=functions,
-            )
+            yield {
+                "name": network.name,
+                **found,
+                "batch": batch,
+                "threads": count,
+                "dense": dense,
+                "onnx": onnx,
+                "deployed": fast,
+                "ratio": dense / fast,
+                "onnx_ratio": None if onnx is None else onnx / fast,
+                "wanted": network.wanted if sparsity == 0.95 else None,
+                "dense_bytes": report.dense_bytes,
+                "deployed_bytes": report.deployed_bytes,
+                **files,
+                "chosen": report.chosen,
+                "layers": _times_of(report),
+                "functions": functions,
+            }
 
 
 def _file_size(model: nn.Module, dense: bool) -> int:

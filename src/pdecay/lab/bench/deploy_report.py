@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,59 +14,73 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from rich.console import Console
-from rich.table import Table
 
 from pdecay.lab import machine
 from pdecay.lab.bench import deploy as bench_deploy
-from pdecay.lab.bench.deploy import LayerCost, NetworkCost
-from pdecay.lab.bench.steps_report import new_table
+from pdecay.lab.bench.deploy import Row
 from pdecay.lab.data.sources import DataError
-from pdecay.lab.drawing import (
-    BLUE,
-    FONTS,
-    GREEN,
-    INK,
-    VERMILION,
-    save,
-)
+from pdecay.lab.drawing import BLUE, FONTS, GREEN, INK, VERMILION, save
+from pdecay.lab.tables import say, table_of
 
 BATCHES = (1, 16)
 _COLORS = {0.9: GREEN, 0.95: BLUE, 0.99: VERMILION}
+_LAYER_COLUMNS = {
+    "<layer": "{name}",
+    "batch": "{batch}",
+    "zeros": "{sparsity:.0%}",
+    "dense us": "{dense:,.0f}",
+    "sparse us": "{sparse:,.0f}",
+    "times faster": "{ratio:.1f}",
+    "aim": "{wanted:g}",
+}
+_NETWORK_COLUMNS = {
+    "zeros": "{sparsity:.0%}",
+    "acc. %": "{accuracy:.1f}",
+    "threads": "{threads}",
+    "batch": "{batch}",
+    "dense us": "{dense:,.0f}",
+    "ONNX us": "{onnx:,.0f}",
+    "us": "{deployed:,.0f}",
+    "x dense": "{ratio:.1f}",
+    "x ONNX": "{onnx_ratio:.1f}",
+    "% in sparse": "{in_sparse:.0f}",
+    "% in dense": "{in_dense:.0f}",
+    "% else": "{elsewhere:.0f}",
+    "kB": "{kilobytes:,.0f}",
+    "file kB": "{file_kilobytes:,.0f}",
+}
 
 
 def run(out: Path, *, quick: bool, console: Console | None = None) -> None:
     """Measure and print; write ``deploy.json``, ``.md``, ``.png`` and trained networks to `out`."""
     console = console or Console(width=max(140, Console().width))  # for wide tables
     threads = [1] if quick or (os.cpu_count() or 1) < 2 else [1, 2]
-    layers: list[LayerCost] = []
-    networks: list[NetworkCost] = []
+    layers: list[Row] = []
+    networks: list[Row] = []
     with console.status("starting") as status:
-        cases = bench_deploy.layer_cases()
-        if quick:
-            cases = cases[::6]
+        cases = bench_deploy.layer_cases()[:: 6 if quick else 1]
         rounds, seconds = (3, 0.01) if quick else (11, 0.3)
         layers += bench_deploy.layers(cases, threads, rounds, seconds, status.update)
         for network in bench_deploy.networks(quick):
             try:
                 for sparsity in bench_deploy.SPARSITIES:
-                    found = bench_deploy.trained(network, sparsity, out / "networks", status.update)
                     networks += bench_deploy.network_costs(
-                        *(network, sparsity, found, BATCHES, threads),
+                        *(network, sparsity, out / "networks", BATCHES, threads),
                         *(0.05 if quick else 2.0, status.update),
                     )
             except DataError as error:  # the other networks do not need these data
-                console.print(f"{network.name} is skipped: {error}", highlight=False)
+                say(console, f"{network.name} is skipped: {error}")
     _show(console, layers, networks)
     results = {
         "machine": {**machine.describe(), "threads": " and ".join(map(str, threads))},
-        "layers": [_rounded(asdict(cost)) for cost in layers],
-        "networks": [_rounded(asdict(cost)) for cost in networks],
+        "layers": _rounded(layers),
+        "networks": _rounded(networks),
     }
     (out / "deploy.json").write_text(json.dumps(results, indent=1) + "\n")
     (out / "deploy.md").write_text(_markdown(layers, networks), encoding="utf-8")
     _draw(layers, networks, out / "deploy.png")
     names = ", ".join(str(out / f"deploy.{kind}") for kind in ("json", "md", "png"))
-    console.print(f"written: {names}", highlight=False)
+    say(console, f"written: {names}")
 
 
 def _rounded(value: Any) -> Any:
@@ -81,124 +94,94 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def _show(console: Console, layers: Sequence[LayerCost], networks: Sequence[NetworkCost]) -> None:
+def _show(console: Console, layers: Sequence[Row], networks: Sequence[Row]) -> None:
     here = machine.describe()
-    console.print(f"{here['processor']}, torch {here['torch']}", highlight=False)
-    for threads in dict.fromkeys(cost.threads for cost in layers):
-        console.print(_layer_table([cost for cost in layers if cost.threads == threads]))
-    for name in dict.fromkeys(cost.name for cost in networks):
-        console.print(_network_table([cost for cost in networks if cost.name == name]))
-    costs: list[LayerCost | NetworkCost] = [*layers, *networks]
-    for cost in costs:
-        if cost.wanted and cost.ratio < cost.wanted:
-            console.print(
-                f"below the required speed-up: {cost.name}, batch {cost.batch}, "
-                f"{cost.threads} threads, {cost.sparsity:.0%}: {cost.ratio:.1f} times, "
-                f"not {cost.wanted:g}",
-                highlight=False,
+    say(console, f"{here['processor']}, torch {here['torch']}")
+    for (threads,), rows in _groups(layers, "threads"):
+        title = f"Layers on {_on(threads)}, random zeros"
+        console.print(table_of(title, _LAYER_COLUMNS, rows))
+    for (name,), rows in _groups(networks, "name"):
+        title = f"{name}, trained: dense in torch and ONNX Runtime, and deployed"
+        table = table_of(title, _NETWORK_COLUMNS, map(_with_shares, rows))
+        table.caption, table.caption_justify = "\n".join(map(_other_functions, rows)), "left"
+        console.print(table)
+    for row in [*layers, *networks]:
+        if row["wanted"] and row["ratio"] < row["wanted"]:
+            text = (
+                "below the required speed-up: {name}, batch {batch}, {threads} threads, "
+                "{sparsity:.0%}: {ratio:.1f} times, not {wanted:g}"
             )
+            say(console, text.format_map(row))
 
 
-def _layer_table(costs: Sequence[LayerCost]) -> Table:
-    made = new_table(
-        f"Layers on {costs[0].threads} thread{'s' * (costs[0].threads > 1)}, random zeros",
-        *("layer", "batch", "zeros", "dense us", "sparse us", "times faster", "aim"),
-    )
-    for cost in costs:
-        made.add_row(
-            cost.name,
-            str(cost.batch),
-            f"{cost.sparsity:.0%}",
-            f"{cost.dense:,.0f}",
-            f"{cost.sparse:,.0f}",
-            f"{cost.ratio:.1f}",
-            f"{cost.wanted:g}",
+def _groups(rows: Sequence[Row], *names: str) -> list[tuple[tuple[Any, ...], list[Row]]]:
+    """Group rows by the values of some names, in the order of their first rows."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(groups.items())
+
+
+def _on(threads: int) -> str:
+    return f"{threads} thread{'s' * (threads > 1)}"
+
+
+def _with_shares(row: Row) -> Row:
+    """Add the shares of time of sparse layers, dense layers and the rest, and sizes in kB."""
+    shares = {
+        kind: sum(
+            100 * taken / row["deployed"] for _, found, taken in row["layers"] if found == kind
         )
-    return made
+        for kind in ("sparse", "dense")
+    }
+    return {
+        **row,
+        "in_sparse": shares["sparse"],
+        "in_dense": shares["dense"],
+        "elsewhere": max(0.0, 100 - sum(shares.values())),
+        "kilobytes": row["deployed_bytes"] / 1e3,
+        "file_kilobytes": row["file"] / 1e3,
+    }
 
 
-def _network_table(costs: Sequence[NetworkCost]) -> Table:
-    """Return the times of a network and the shares of its layers and functions."""
-    made = new_table(
-        f"{costs[0].name}, trained: dense in torch and ONNX Runtime, and deployed",
-        *("zeros", "acc. %", "threads", "batch", "dense us", "ONNX us", "us", "x dense", "x ONNX"),
-        *("% in sparse", "% in dense", "% else", "kB", "file kB"),
-    )
-    made.caption = "\n".join(_other_functions(cost) for cost in costs)
-    made.caption_justify = "left"
-    for cost in costs:
-        share = {"sparse": 0.0, "dense": 0.0}
-        for _, kind, taken in cost.layers:
-            share[kind] += 100 * taken / cost.deployed
-        made.add_row(
-            f"{cost.sparsity:.0%}",
-            f"{cost.accuracy:.1f}",
-            str(cost.threads),
-            str(cost.batch),
-            f"{cost.dense:,.0f}",
-            "" if cost.onnx is None else f"{cost.onnx:,.0f}",
-            f"{cost.deployed:,.0f}",
-            f"{cost.ratio:.1f}",
-            "" if cost.onnx_ratio is None else f"{cost.onnx_ratio:.1f}",
-            f"{share['sparse']:.0f}",
-            f"{share['dense']:.0f}",
-            f"{max(0.0, 100 - sum(share.values())):.0f}",
-            f"{cost.deployed_bytes / 1e3:,.0f}",
-            f"{cost.file / 1e3:,.0f}",
-        )
-    return made
-
-
-def _other_functions(cost: NetworkCost) -> str:
+def _other_functions(row: Row) -> str:
     """Return the shares of time that functions besides layers take."""
-    parts = ", ".join(
-        f"{name} {100 * taken / cost.deployed:.0f} %" for name, taken in cost.functions
-    )
+    shares = (f"{name} {100 * taken / row['deployed']:.0f} %" for name, taken in row["functions"])
     return (
-        f"other functions at {cost.sparsity:.0%} on {cost.threads} "
-        f"thread{'s' * (cost.threads > 1)}, batch {cost.batch}: {parts}"
+        f"other functions at {row['sparsity']:.0%} on {_on(row['threads'])}, "
+        f"batch {row['batch']}: {', '.join(shares)}"
     )
 
 
-def _markdown(layers: Sequence[LayerCost], networks: Sequence[NetworkCost]) -> str:
+def _markdown(layers: Sequence[Row], networks: Sequence[Row]) -> str:
     """Return both tables for the documentation: ratios only, one column for each thread count."""
-    threads = list(dict.fromkeys(cost.threads for cost in layers))
-    on = [f"{count} thread{'s' * (count > 1)}" for count in threads]
-    rows = [["layer, zeros", "batch", *on, "aim"]]
-    for name, batch in dict.fromkeys((cost.name, cost.batch) for cost in layers):
-        these = [cost for cost in layers if (cost.name, cost.batch) == (name, batch)]
-        first = [cost for cost in these if cost.threads == threads[0]]
-        zeros = "/".join(f"{100 * cost.sparsity:.0f}" for cost in first)
+    threads = list(dict.fromkeys(row["threads"] for row in layers))
+    on = [_on(count) for count in threads]
+    table = [["layer, zeros", "batch", *on, "aim"]]
+    for (name, batch), rows in _groups(layers, "name", "batch"):
+        first = [row for row in rows if row["threads"] == threads[0]]
+        zeros = "/".join(f"{100 * row['sparsity']:.0f}" for row in first)
         ratios = [
-            "; ".join(f"{cost.ratio:.1f}" for cost in these if cost.threads == count)
+            "; ".join(f"{row['ratio']:.1f}" for row in rows if row["threads"] == count)
             for count in threads
         ]
-        aims = "/".join(f"{cost.wanted:g}" for cost in first)
-        rows.append([f"{name}, {zeros} %", str(batch), *ratios, aims])
-    text = _pipes(rows)
-    rows = [["network", "zeros", "accuracy %", "batch", *(f"x dense, {count}" for count in on)]]
-    rows[0] += [
-        *(f"x ONNX Runtime, {count}" for count in on),
-        "MB, dense",
-        "MB, deployed",
-        "MB, file",
-    ]
-    keys = dict.fromkeys((cost.name, cost.sparsity, cost.batch) for cost in networks)
-    for key in keys:
-        same = [cost for cost in networks if (cost.name, cost.sparsity, cost.batch) == key]
-        first_cost = same[0]
-        rows.append(
+        aims = "/".join(f"{row['wanted']:g}" for row in first)
+        table.append([f"{name}, {zeros} %", str(batch), *ratios, aims])
+    text = _pipes(table)
+    against = [f"{one}, {count}" for one in ("x dense", "x ONNX Runtime") for count in on]
+    table = [["network", "zeros", "accuracy %", "batch", *against]]
+    table[0] += ["MB, dense", "MB, deployed", "MB, file"]
+    for (name, sparsity, batch), rows in _groups(networks, "name", "sparsity", "batch"):
+        sizes = [rows[0][size] / 1e6 for size in ("dense_bytes", "deployed_bytes", "file")]
+        table.append(
             [
-                *(first_cost.name, f"{100 * first_cost.sparsity:.0f} %"),
-                *(f"{first_cost.accuracy:.1f}", str(first_cost.batch)),
-                *(f"{cost.ratio:.1f}" for cost in same),
-                *("" if cost.onnx_ratio is None else f"{cost.onnx_ratio:.1f}" for cost in same),
-                f"{first_cost.dense_bytes / 1e6:.2f}",
-                f"{first_cost.deployed_bytes / 1e6:.2f}",
-                f"{first_cost.file / 1e6:.2f}",
+                *(name, f"{100 * sparsity:.0f} %", f"{rows[0]['accuracy']:.1f}", str(batch)),
+                *(f"{row['ratio']:.1f}" for row in rows),
+                *(f"{row['onnx_ratio']:.1f}" if row["onnx"] else "" for row in rows),
+                *(f"{size:.2f}" for size in sizes),
             ]
         )
-    return f"{text}\n{_pipes(rows)}"
+    return f"{text}\n{_pipes(table)}"
 
 
 def _pipes(rows: Sequence[Sequence[str]]) -> str:
@@ -206,43 +189,34 @@ def _pipes(rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *body))
 
 
-def _draw(layers: Sequence[LayerCost], networks: Sequence[NetworkCost], path: Path) -> None:
+def _draw(layers: Sequence[Row], networks: Sequence[Row], path: Path) -> None:
     """Draw the speed-ups of layers and networks as bars, for the largest number of threads."""
     with matplotlib.rc_context(FONTS):
         figure = Figure(figsize=(12, 8), layout="constrained")
         upper, lower = figure.subplots(2, 1)
-        for axes, costs, title in (
-            (upper, layers, "Sparse layers: times faster than torch's dense"),
-            (lower, networks, "Trained networks, deployed: times faster than torch's dense"),
-        ):
-            _bars(axes, costs, title)
+        _bars(upper, layers, "Sparse layers: times faster than torch's dense")
+        _bars(lower, networks, "Trained networks, deployed: times faster than torch's dense")
         save(figure, path)
 
 
-def _bars(axes: Axes, costs: Sequence[LayerCost] | Sequence[NetworkCost], title: str) -> None:
-    threads = max((cost.threads for cost in costs), default=1)
-    places: dict[tuple[str, int], int] = {}
-    for cost in costs:
-        if cost.threads != threads:
-            continue
-        place: float = places.setdefault((cost.name, cost.batch), len(places))
-        zeros = min(_COLORS, key=lambda known: abs(known - cost.sparsity))
-        place += 0.27 * (list(_COLORS).index(zeros) - 1)
-        axes.bar(place, cost.ratio, 0.25, color=_COLORS[zeros])
-        if isinstance(cost, NetworkCost) and cost.onnx:
-            axes.hlines(cost.dense / cost.onnx, place - 0.12, place + 0.12, color=INK)
-    axes.axhline(1, color=INK, linewidth=1)
-    axes.set_xticks(
-        range(len(places)),
-        [f"{_short(name)}\nbatch {batch}" for name, batch in places],
-        fontsize=7,
-    )
-    axes.set_title(f"{title}, {threads} thread{'s' * (threads > 1)}")
+def _bars(axes: Axes, rows: Sequence[Row], title: str) -> None:
+    threads = max((row["threads"] for row in rows), default=1)
     shown: list[Patch | Line2D] = [
         Patch(color=color, label=f"{zeros:.0%} zeros") for zeros, color in _COLORS.items()
     ]
-    if any(isinstance(cost, NetworkCost) for cost in costs):
-        shown[2] = Line2D([], [], color=INK, label="dense in ONNX Runtime")
+    groups = _groups([row for row in rows if row["threads"] == threads], "name", "batch")
+    for middle, (_, group) in enumerate(groups):
+        for row in group:
+            k = min(range(3), key=lambda k: abs(list(_COLORS)[k] - row["sparsity"]))
+            place = middle + 0.27 * (k - 1)
+            axes.bar(place, row["ratio"], 0.25, color=list(_COLORS.values())[k])
+            if row.get("onnx"):
+                axes.hlines(row["dense"] / row["onnx"], place - 0.12, place + 0.12, color=INK)
+                shown[2] = Line2D([], [], color=INK, label="dense in ONNX Runtime")
+    axes.axhline(1, color=INK, linewidth=1)
+    labels = [f"{_short(name)}\nbatch {batch}" for (name, batch), _ in groups]
+    axes.set_xticks(range(len(groups)), labels, fontsize=7)
+    axes.set_title(f"{title}, {_on(threads)}")
     axes.legend(handles=shown, fontsize=9)
 
 

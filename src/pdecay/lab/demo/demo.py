@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 import pdecay
@@ -25,6 +23,7 @@ from pdecay import SparsityReport
 from pdecay.lab.data import digits
 from pdecay.lab.demo import figures, toy
 from pdecay.lab.demo.results import Results, Summary
+from pdecay.lab.tables import new_table, say
 from pdecay.lab.tasks import get_task
 from pdecay.lab.train import records
 from pdecay.lab.train.training import WEIGHTS, Settings, train
@@ -79,10 +78,10 @@ def run(
     console = console or Console()
     grid = QUICK if quick else FULL
     began = time.perf_counter()
-    _print(
-        console,
+    console.print(
         f"Training a {LAYERS} network on scikit-learn's digits: {len(grid.cells)} settings, "
         f"{grid.seeds} seed{'s' * (grid.seeds > 1)} each, {grid.steps} steps.",
+        highlight=False,
     )
     with tempfile.TemporaryDirectory() as folder:
         results = train_grid(grid, Path(folder), seed=seed, console=console)
@@ -90,7 +89,7 @@ def run(
     paths = write(results, report, out)
     print_tables(console, results, report)
     _print_notes(console, results, report, paths)
-    _print(console, f"Done in {time.perf_counter() - began:.0f} s.")
+    say(console, f"Done in {time.perf_counter() - began:.0f} s.")
     return results
 
 
@@ -100,25 +99,18 @@ def train_grid(grid: Grid, folder: Path, *, seed: int = 0, console: Console) -> 
     for number, (method, options) in enumerate(grid.cells, start=1):
         found = []
         for offset in range(grid.seeds):
-            settings = Settings.of(
-                "digits",
-                method,
-                scale=SCALE,
-                seed=seed + offset,
-                lr=LR,
-                steps=grid.steps,
-                **options,
-            )
+            own: Any = {"seed": seed + offset, "steps": grid.steps, **options}
+            settings = Settings.of("digits", method, scale=SCALE, lr=LR, **own)
             # Matrices this small are slower on several threads.
             found.append(train(settings, folder / settings.id, threads=1))
         summaries.append(Summary(tuple(found)))
-        _print(console, f"  {number:2}/{len(grid.cells)}  {summaries[-1].name}")
+        say(console, f"  {number:2}/{len(grid.cells)}  {summaries[-1].name}")
     return Results(tuple(summaries), toy.run())
 
 
 def _sparsity(summary: Summary, folder: Path) -> SparsityReport:
     """Count the zeros and dead units of a summary's first seed."""
-    record = summary.records[0]
+    record = summary.runs[0]
     model = get_task("digits", SCALE).model(0)
     model.load_state_dict(torch.load(folder / record["id"] / WEIGHTS, weights_only=True))
     return pdecay.sparsity(model)
@@ -132,7 +124,7 @@ def write(results: Results, report: SparsityReport, out: Path) -> dict[str, Path
         "all numbers": out / "demo.json",
         "records": out / "records.jsonl",
     }
-    count = len(results.dense.records)
+    count = len(results.dense.runs)
     seeds = "one seed" if count == 1 else f"mean ± standard deviation of {count} seeds"
     figures.accuracy_against_sparsity(
         results,
@@ -147,22 +139,19 @@ def write(results: Results, report: SparsityReport, out: Path) -> dict[str, Path
     )
     numbers = json.dumps(results.to_dict(report), indent=1) + "\n"
     paths["all numbers"].write_text(numbers, encoding="utf-8")
-    records.write(
-        paths["records"], [one for summary in results.summaries for one in summary.records]
-    )
+    records.write(paths["records"], [one for summary in results.summaries for one in summary.runs])
     return paths
 
 
 def print_tables(console: Console, results: Results, report: SparsityReport) -> None:
     """Print the accuracy and zeros of all settings, and the layers of the recommended one."""
-    table = _table("Accuracy and zeros")
-    table.add_column("AdamW, or PAdam with", no_wrap=True)
-    for heading in ("validation %", "vs AdamW", "test %", "zeros %"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table = new_table(
+        "Accuracy and zeros",
+        *("<AdamW, or PAdam with", "validation %", "vs AdamW", "test %", "zeros %", "<"),
+    )
     remarks = {results.dense: "best AdamW", results.recommended: "recommended"}
     for summary in results.summaries:
-        spread = f" +- {summary.spread:.2f}" if len(summary.records) > 1 else ""
+        spread = f" +- {summary.spread:.2f}" if len(summary.runs) > 1 else ""
         table.add_row(
             summary.name if summary.dense else summary.decay,
             f"{summary.accuracy:.2f}{spread}",
@@ -174,21 +163,17 @@ def print_tables(console: Console, results: Results, report: SparsityReport) -> 
         )
     console.print(table)
 
-    table = _table(f"Layers of {results.recommended.name}, first seed")
-    table.add_column("layer")
-    for heading in ("shape", "weights", "left", "zeros %", "dead out", "dead in"):
-        table.add_column(heading, justify="right")
+    table = new_table(
+        f"Layers of {results.recommended.name}, first seed",
+        *("<layer", "shape", "weights", "left", "zeros %", "dead out", "dead in"),
+    )
     decayed = [layer for layer in report.layers if layer.decayed]
     for layer in decayed:
         outputs, inputs = layer.shape
         table.add_row(
-            layer.name,
-            f"{outputs} x {inputs}",
-            f"{layer.size:,}",
-            f"{layer.size - layer.zeros:,}",
-            f"{100 * layer.sparsity:.2f}",
-            f"{len(layer.dead_rows)}/{outputs}",
-            f"{len(layer.dead_columns)}/{inputs}",
+            *(layer.name, f"{outputs} x {inputs}", f"{layer.size:,}"),
+            *(f"{layer.size - layer.zeros:,}", f"{100 * layer.sparsity:.2f}"),
+            *(f"{len(layer.dead_rows)}/{outputs}", f"{len(layer.dead_columns)}/{inputs}"),
         )
     size, zeros = (sum(getattr(one, name) for one in decayed) for name in ("size", "zeros"))
     table.add_section()
@@ -199,29 +184,14 @@ def print_tables(console: Console, results: Results, report: SparsityReport) -> 
 def _print_notes(
     console: Console, results: Results, report: SparsityReport, paths: Mapping[str, Path]
 ) -> None:
-    _print(
-        console,
+    console.print(
         f"Zero means |w| < {report.threshold:g}. The {digits.VALIDATION} validation images choose "
         f"the best AdamW and the recommended run; the {digits.TEST} test images choose nothing. "
-        f"One image is {100 / digits.TEST:g} points.",
-    )
-    _print(
-        console,
+        f"One image is {100 / digits.TEST:g} points.\n"
         f"Toy example (p = {toy.P:g}, lam = {toy.LAM:g}): the library's PSGD follows the paper's "
-        f"curves to {max(results.toy.difference.values()):.0e}.",
+        f"curves to {max(results.toy.difference.values()):.0e}.\n",
+        highlight=False,
     )
-    console.print()
     for what, path in paths.items():
-        # soft_wrap: a path broken over two lines cannot be copied
-        console.print(Text(f"{what:<26} {path}"), soft_wrap=True)
-    console.print()
-    console.print(Text(results.headline(), style="bold"))
-
-
-def _table(title: str) -> Table:
-    heading = Text(title, style="bold")
-    return Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(Text(text))
+        say(console, f"{what:<26} {path}")
+    console.print(Text(f"\n{results.headline()}", style="bold"))

@@ -20,6 +20,7 @@ from pdecay.lab.drawing import (
     VERMILION,
     from_decades,
     save,
+    set_title,
     to_decades,
 )
 
@@ -62,8 +63,7 @@ def accuracy_against_sparsity(results: Results, path: Path, *, subtitle: str) ->
             _annotate(axes, summary, dense, offset)
         axes.set_xlabel("weights that are zero, %   (logarithmic in the remaining weights)")
         axes.set_ylabel("validation accuracy, %")
-        axes.set_title(f"{results.title()}\n", pad=4)
-        axes.text(0, 1.02, subtitle, transform=axes.transAxes, color=GREY, va="bottom", fontsize=10)
+        set_title(axes, results.title(), subtitle)
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.legend(loc="lower center")
@@ -90,8 +90,7 @@ def toy(curves: Mapping[str, Sequence[float]], path: Path, *, subtitle: str) -> 
         axes.set_xlabel("step")
         axes.set_ylabel("weight")
         axes.set_xlim(0, len(next(iter(curves.values()))) - 1)
-        axes.set_title("The gradient oscillates, the decay goes to zero\n", pad=4)
-        axes.text(0, 1.02, subtitle, transform=axes.transAxes, color=GREY, va="bottom", fontsize=10)
+        set_title(axes, "The gradient oscillates, the decay goes to zero", subtitle)
         axes.legend(loc="upper right")
         save(figure, path)
 

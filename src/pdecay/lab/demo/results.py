@@ -6,7 +6,6 @@ split chooses the best AdamW and the recommended setting; the test split is repo
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,50 +14,23 @@ import pdecay
 from pdecay import SparsityReport
 from pdecay.lab import machine
 from pdecay.lab.demo.toy import Toy
-from pdecay.lab.train.records import Record
+from pdecay.lab.report.experiments import Point
 
 TOLERANCE = 0.5  # points of accuracy that the recommended setting may lose
 PAPER_TOLERANCE = 2.0  # the same for the paper's sparsest networks (section 5.1)
 
 
-@dataclass(frozen=True, eq=False)
-class Summary:
+class Summary(Point):
     """One setting over its seeds."""
-
-    records: tuple[Record, ...]
-
-    @property
-    def method(self) -> str:
-        return str(self.records[0]["settings"]["method"])
-
-    @property
-    def options(self) -> dict[str, float]:
-        options: dict[str, float] = self.records[0]["settings"]["options"]
-        return options
 
     @property
     def dense(self) -> bool:
         return self.method == "adamw"
 
     @property
-    def accuracy(self) -> float:
-        """The mean accuracy on the validation split."""
-        return statistics.fmean(self._results("accuracy"))
-
-    @property
     def spread(self) -> float:
         """The standard deviation of the validation accuracy over the seeds; 0 for one seed."""
-        values = self._results("accuracy")
-        return statistics.stdev(values) if len(values) > 1 else 0.0
-
-    @property
-    def test_accuracy(self) -> float:
-        """The mean accuracy on the test split."""
-        return statistics.fmean(self._results("test_accuracy"))
-
-    @property
-    def sparsity(self) -> float:
-        return statistics.fmean(self._results("sparsity"))
+        return self.deviation or 0.0
 
     @property
     def decay(self) -> str:
@@ -86,7 +58,7 @@ class Summary:
             "weight_decay": self.options.get("weight_decay", self.options.get("l2", 0.0)),
             "accuracy": self.accuracy / 100,
             "accuracy_sd": self.spread / 100,
-            "test_accuracy": self.test_accuracy / 100,
+            "test_accuracy": (self.test_accuracy or 0.0) / 100,
             "sparsity": self.sparsity,
             "runs": [
                 {
@@ -95,12 +67,9 @@ class Summary:
                     "test_accuracy": record["result"]["test_accuracy"] / 100,
                     "sparsity": record["result"]["sparsity"],
                 }
-                for record in self.records
+                for record in self.runs
             ],
         }
-
-    def _results(self, name: str) -> list[float]:
-        return [record["result"][name] for record in self.records]
 
 
 @dataclass(frozen=True)
@@ -149,7 +118,7 @@ class Results:
     def headline(self) -> str:
         """Return the result in one sentence."""
         best, dense = self.recommended, self.dense
-        count = len(best.records)
+        count = len(best.runs)
         seeds = "one seed" if count == 1 else f"mean of {count} seeds"
         text = (
             f"{100 * best.sparsity:.1f} % of the weights are zero at a validation accuracy of "
@@ -173,7 +142,7 @@ class Results:
         Args:
             report: the zeros of the recommended setting's first seed.
         """
-        settings = self.dense.records[0]["settings"]
+        settings = self.dense.runs[0]["settings"]
         versions = machine.describe()
         return {
             "headline": self.headline(),
@@ -183,7 +152,7 @@ class Results:
                 "scale": settings["scale"],
                 "steps": settings["steps"],
                 "lr": settings["lr"],
-                "seeds": [record["settings"]["seed"] for record in self.dense.records],
+                "seeds": [record["settings"]["seed"] for record in self.dense.runs],
                 "zero_below": report.threshold,
             },
             "settings": [summary.to_dict() for summary in self.summaries],

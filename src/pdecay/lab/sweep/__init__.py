@@ -2,9 +2,10 @@
 
 A plan (`Grid` or `Search`) lists the runs, called *cells*. `study.py` keeps one Optuna trial in the
 queue for each unfinished cell. Worker processes (`worker.py`) take trials from the queue with
-``study.optimize`` and train them. The launcher (`launcher.py`) starts the workers and replaces
-those that die; its monitor (`monitor.py`) fails the trials of dead workers, queues their cells
-again and writes ``records.jsonl``. `storage.py` opens the journal file or the database.
+``study.optimize``, train them and write the results to the study. The launcher (`launcher.py`)
+starts the workers and replaces those that die. It reads the progress from the study, fails the
+trials of dead workers, queues their cells again and writes ``records.jsonl``. `storage.py` opens
+the journal file or the database.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from pdecay.lab.sweep.plan import (
     axes_of,
     check_axes,
     describe_axes,
+    label,
 )
-from pdecay.lab.sweep.view import label
 from pdecay.lab.train.records import run_id
 from pdecay.lab.train.training import Settings
 

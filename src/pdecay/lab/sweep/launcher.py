@@ -9,34 +9,43 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
-import socket
+import threading
 import time
+import warnings
+from collections import Counter
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import optuna
 import torch
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
+from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
+from rich.text import Text
 
 from pdecay._utils.errors import root_cause
 from pdecay._utils.files import LockedError, lock
 from pdecay._utils.signals import stop_requests
-from pdecay.lab.sweep.monitor import Monitor
-from pdecay.lab.sweep.plan import Plan
+from pdecay.lab.sweep.plan import Plan, label
 from pdecay.lab.sweep.storage import open_storage
-from pdecay.lab.sweep.study import StudyError, SweepStudy
-from pdecay.lab.sweep.view import View
-from pdecay.lab.sweep.worker import Job, work
+from pdecay.lab.sweep.study import Cell, StudyError, SweepStudy
+from pdecay.lab.sweep.worker import STARTED, Job, work
 from pdecay.lab.tasks import get_task
+from pdecay.lab.train import records
 from pdecay.lab.train.records import Record
+from pdecay.lab.train.training import CHECKPOINT
 
-ERRORS = "errors.txt"
+RECORDS, ERRORS = "records.jsonl", "errors.txt"
 STUDY = "sweep"  # the study's name in a journal
 
 _FALSE_STARTS = 10  # workers in a row that die before they take a cell
-_PATIENCE = 5.0  # seconds for a worker without a run to exit before it is killed
+_DEATHS = 10  # of workers at one cell without a new checkpoint, before it is given up
+_INTERVAL = 1.0  # seconds between two looks at the study
+_UNMARKED = 30.0  # seconds in which a worker must have put its mark on a trial that it took
 
 
 class SweepError(Exception):
@@ -104,7 +113,6 @@ def sweep(
         storage=storage,
         study=study or (STUDY if storage is None else out.name),
         out=out,
-        home=f"{socket.gethostname()}:{out}",
         threads=threads or max(1, torch.get_num_threads() // workers),
         device=device,
         checkpoint_every=checkpoint_every,
@@ -115,7 +123,7 @@ def sweep(
             queue = SweepStudy.open(opened, job.study, plan, resume=resume)
             if retry_failed:
                 queue.top_up(retry_failed=True)
-            return _Launcher(job, queue, workers, console or Console(quiet=True)).run()
+            return Launcher(job, queue, workers, console or Console(quiet=True)).run()
     except LockedError as error:
         raise StudyError(str(error)) from None
     except StudyError as error:
@@ -124,143 +132,202 @@ def sweep(
         raise SweepError(f"the study does not answer: {root_cause(error)}") from None
 
 
-class _Worker:
-    """A worker process, the connection to it, and its state as reported by its messages."""
+class Launcher:
+    """The workers of one folder, and a thread that watches the study.
 
-    def __init__(self, job: Job, place: int) -> None:
+    The main thread replaces dead workers. The other thread calls :meth:`look`, because a database
+    that does not answer blocks its caller and must not block a stop.
+
+    Args:
+        job: the settings of the workers.
+        study: the study.
+        workers: the number of workers.
+        console: shows the progress.
+    """
+
+    def __init__(self, job: Job, study: SweepStudy, workers: int, console: Console) -> None:
+        self.cells: list[Cell] = []
+        self.records: list[Record] = []
+        self.workers: dict[int, tuple[BaseProcess, Connection]] = {}  # live ones, by process id
+        self.exits: dict[int, str] = {}  # the exit reasons of dead workers
+        self._job, self._study, self._number = job, study, workers
+        self._false_starts = 0
+        self._stopping = threading.Event()
+        self._error: Exception | None = None
+        self._unmarked: dict[int, float] = {}
+        self._deaths: Counter[tuple[str, int]] = Counter()
+        self._reported: set[int] | None = None  # the numbers of the trials that were reported
+        self._progress = Progress(
+            *Progress.get_default_columns(),
+            MofNCompleteColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            speed_estimate_period=3600,
+        )
+        self._bar = self._progress.add_task("runs", total=len(job.plan.keys))
+
+    @property
+    def finished(self) -> set[str]:
+        """The keys of the finished cells."""
+        return {cell.key for cell in self.cells if cell.finished}
+
+    def run(self) -> Outcome:
+        """Run all cells.
+
+        Raises:
+            SweepError, SweepStoppedError: see :func:`sweep`.
+        """
+        self.look()
+        thread = threading.Thread(target=self._watch, daemon=True)
+        thread.start()
+        notice = "stopping: the workers write checkpoints; once more to stop at once"
+        with self._progress, stop_requests(lambda: self._say(notice)) as stopped:
+            try:
+                for _ in range(min(self._number, len(self.cells) - len(self.finished))):
+                    self._start_worker()
+                while thread.is_alive() and not stopped():
+                    wait([process.sentinel for process, _ in self.workers.values()], timeout=0.5)
+                    self._replace_dead_workers()
+                for _, connection in self.workers.values():
+                    connection.close()  # asks the worker to stop
+                for pid, (process, _) in list(self.workers.items()):
+                    process.join()
+                    del self.workers[pid]
+                self._stopping.set()
+                thread.join(timeout=10)  # a last look queues the cells of the stopped workers
+            finally:
+                self._stopping.set()
+                for process, _ in self.workers.values():
+                    process.kill()
+        if self._error is not None:
+            raise self._error
+        if len(self.finished) < len(self.cells):
+            raise SweepStoppedError
+        label = self._job.plan.label
+        failed = {label(cell.key): cell.errors[-1] for cell in self.cells if cell.failed}
+        self._write_errors(failed)
+        return Outcome(self.records, failed)
+
+    def _start_worker(self) -> None:
         context = multiprocessing.get_context("forkserver")
         # The server only imports: workers forked from it start fast and inherit no threads.
         # All torch optimizers import torch._dynamo.
         context.set_forkserver_preload([work.__module__, "torch._dynamo"])
-        self.place = place
-        self.started = False  # it has taken a cell
-        self.busy = False  # it has a run that needs a checkpoint before it stops
-        self.changed = 0.0
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(job, theirs))
-        self.process.start()
+        connection, theirs = context.Pipe()
+        process = context.Process(target=work, args=(self._job, theirs))
+        process.start()
         theirs.close()  # otherwise the connection would not end with the worker
+        self.workers[process.pid or 0] = process, connection
 
-    def messages(self) -> list[tuple[Any, ...]]:
-        """Return all messages that have arrived; a message that a kill cut short is lost."""
-        found = []
-        with contextlib.suppress(EOFError, OSError):
-            while self.connection.poll():
-                found.append(self.connection.recv())
-        return found
+    def _replace_dead_workers(self) -> None:
+        for pid, (process, connection) in list(self.workers.items()):
+            if (code := process.exitcode) is None:
+                continue
+            reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self.exits[pid] = reason
+            del self.workers[pid]
+            started = False
+            with connection, contextlib.suppress(EOFError, OSError):
+                while connection.poll():
+                    if (message := connection.recv()) != STARTED:
+                        raise SweepError(f"a worker cannot run: {_last_line(message)}")
+                    started = True
+            self._false_starts = 0 if started else self._false_starts + 1
+            if self._false_starts >= _FALSE_STARTS:
+                raise SweepError(
+                    f"{_FALSE_STARTS} workers in a row died at their start ({reason}): is there "
+                    f"enough memory for {self._number} of them?"
+                )
+            self._start_worker()
 
-    def exit_reason(self) -> str:
-        code = self.process.exitcode or 0
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-class _Launcher:
-    """A running launcher."""
-
-    def __init__(self, job: Job, study: SweepStudy, workers: int, console: Console) -> None:
-        self._job = job
-        self._view = View(console, workers, len(job.plan.keys))
-        self._monitor = Monitor(job, study, self._view.say)
-        self._number = workers
-        self._workers: list[_Worker] = []
-        self._trained: set[str] = set()  # cells whose results the study may not have yet
-        self._false_starts = 0
-
-    def run(self) -> Outcome:
-        monitor = self._monitor
-        monitor.look()
-        left = len(monitor.cells) - len(monitor.finished)
-        monitor.start()
-        notice = "stopping: the workers write checkpoints; once more to stop at once"
-        with self._view, stop_requests(lambda: self._view.say(notice)) as stopped:
+    def _watch(self) -> None:
+        answers, stop = True, False
+        while not stop and len(self.finished) < len(self.cells):
+            stop = self._stopping.wait(_INTERVAL)
             try:
-                for place in range(min(self._number, left)):
-                    self._start(place)
-                while monitor.is_alive() and not stopped():
-                    self._listen()
-                    for worker in self._ended():
-                        self._replace(worker)
-                    self._view.show_finished(len(monitor.finished | self._trained))
-                self._stop_workers()
-                monitor.stop()
-            finally:
-                for worker in self._workers:
-                    worker.process.kill()
-                monitor.stop(timeout=0)
-        if monitor.error is not None:
-            raise monitor.error
-        if len(monitor.finished) < len(monitor.cells):
-            raise SweepStoppedError
-        label = self._job.plan.label
-        failed = {label(cell.key): cell.errors[-1] for cell in monitor.cells if cell.failed}
-        self._write_errors(failed)
-        return Outcome(monitor.records, failed)
+                self.look()
+                answers = True
+            except StorageInternalError as error:
+                if answers:
+                    self._say(f"the study does not answer, runs continue: {root_cause(error)}")
+                answers = False
+            except Exception as error:
+                self._error = error
+                return
 
-    def _start(self, place: int) -> None:
-        worker = _Worker(self._job, place)
-        self._workers.append(worker)
-        self._monitor.workers.add(worker.process.pid or 0)
+    def look(self) -> None:
+        """Fail the trials of dead workers, queue cells, write the records, report new results."""
+        if self._job.storage is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ExperimentalWarning)
+                optuna.storages.fail_stale_trials(self._study.optuna)
+        for cell in self._study.cells().values():
+            for trial in cell.trials:
+                if trial.state == TrialState.RUNNING and self._is_abandoned(trial):
+                    self._end_abandoned(cell, trial)
+        self._study.top_up()
+        cells = list(self._study.cells().values())
+        done = {cell.key for cell in cells if cell.done}
+        if self._reported is None or done != {cell.key for cell in self.cells if cell.done}:
+            self.records = self._study.records()
+            records.write(self._job.out / RECORDS, self.records)
+        self._report(cells)
+        self.cells = cells
 
-    def _ended(self) -> list[_Worker]:
-        """Remove the workers whose processes have ended and return them."""
-        ended = [worker for worker in self._workers if not worker.process.is_alive()]
-        for worker in ended:
-            self._handle_messages(worker)
-            self._workers.remove(worker)
-            worker.connection.close()
-            pid = worker.process.pid or 0
-            self._monitor.exits[pid] = worker.exit_reason()
-            self._monitor.workers.discard(pid)
-        return ended
+    def _is_abandoned(self, trial: FrozenTrial) -> bool:
+        """Return whether no worker runs a running trial.
 
-    def _replace(self, worker: _Worker) -> None:
-        self._false_starts = 0 if worker.started else self._false_starts + 1
-        if self._false_starts >= _FALSE_STARTS:
-            raise SweepError(
-                f"{_FALSE_STARTS} workers in a row died at their start ({worker.exit_reason()}): "
-                f"is there enough memory for {self._number} of them?"
-            )
-        self._start(worker.place)
+        The launcher holds the folder's lock: all workers of this folder are its own. Optuna's
+        heartbeat covers the workers of other folders, but not one that died before it began.
+        """
+        worker = trial.user_attrs.get("worker")
+        if worker is None:
+            since = self._unmarked.setdefault(trial.number, time.monotonic())
+            return time.monotonic() - since > _UNMARKED
+        ours = self._job.storage is None or worker["home"] == self._job.home
+        return ours and worker["pid"] not in self.workers
 
-    def _stop_workers(self) -> None:
-        """Wait for the checkpoints; kill a worker without a run that a database blocks."""
-        began = time.monotonic()
-        for worker in self._workers:
-            with contextlib.suppress(OSError):
-                worker.connection.send("stop")
-        while self._workers:
-            self._listen()
-            self._ended()
-            for worker in self._workers:
-                if not worker.busy and time.monotonic() - max(began, worker.changed) > _PATIENCE:
-                    worker.process.kill()
+    def _end_abandoned(self, cell: Cell, trial: FrozenTrial) -> None:
+        if (record := trial.user_attrs.get("record")) is not None:  # it died after its work
+            self._study.end(trial, TrialState.COMPLETE, self._job.plan.values(record))
+            return
+        worker = trial.user_attrs.get("worker", {})
+        reason = self.exits.get(worker.get("pid"))
+        attrs: dict[str, Any] = {}
+        if reason is not None:
+            checkpoint = self._job.run_folder(worker["run"]) / CHECKPOINT
+            saved = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+            self._deaths[cell.key, saved] += 1
+            if self._deaths[cell.key, saved] >= _DEATHS:
+                attrs["give_up"] = attrs["error"] = (
+                    f"{_DEATHS} workers died at it without progress ({reason}): is there enough "
+                    "memory?"
+                )
+            else:
+                self._say(f"a worker died ({reason}) at {self._job.plan.label(cell.key)}: retry")
+        self._study.end(trial, TrialState.FAIL, **attrs)
 
-    def _listen(self) -> None:
-        connections: list[Any] = [worker.connection for worker in self._workers]
-        wait(connections + [worker.process.sentinel for worker in self._workers], timeout=0.5)
-        for worker in self._workers:
-            self._handle_messages(worker)
+    def _report(self, cells: list[Cell]) -> None:
+        """Print the results since the last look, on all machines."""
+        ended = {
+            t.number: (cell, t) for cell in cells for t in cell.trials if t.state.is_finished()
+        }
+        reported = set(ended) if self._reported is None else self._reported  # all before the start
+        count, total = len(self.finished), len(cells)
+        for cell, trial in (ended[number] for number in ended if number not in reported):
+            attrs = trial.user_attrs
+            if trial.state == TrialState.COMPLETE:
+                count += 1
+                self._say(f"{count:{len(str(total))}}/{total}  {_result(attrs['record'])}")
+            elif "error" in attrs and "give_up" not in attrs:
+                label = self._job.plan.label(cell.key)
+                self._say(f"{label} raised {_last_line(attrs['error'])}")
+        self._reported = set(ended)
+        self._progress.update(self._bar, completed=sum(cell.finished for cell in cells))
 
-    def _handle_messages(self, worker: _Worker) -> None:
-        view, label = self._view, self._job.plan.label
-        for message in worker.messages():
-            worker.started = True
-            match message:
-                case ("begin", settings, step):
-                    view.begin(worker.place, settings, step)
-                case ("step", step):
-                    view.show_step(worker.place, step)
-                case ("trained", key, record):
-                    self._trained.add(key)
-                    view.trained(record, len(self._monitor.finished | self._trained))
-                case ("error", key, error):
-                    view.say(f"{label(key)} raised {_last_line(error)}")
-                case ("idle",):
-                    view.idle(worker.place)
-                case ("crash", error):
-                    raise SweepError(f"a worker cannot run: {_last_line(error)}")
-            if message[0] not in ("begin", "step"):
-                worker.busy, worker.changed = message[0] == "busy", time.monotonic()
+    def _say(self, text: str) -> None:
+        self._progress.console.print(Text(text), soft_wrap=True)
 
     def _write_errors(self, failed: dict[str, str]) -> None:
         path = self._job.out / ERRORS
@@ -269,6 +336,13 @@ class _Launcher:
             path.write_text("\n".join(texts), encoding="utf-8")
         else:
             path.unlink(missing_ok=True)
+
+
+def _result(record: Record) -> str:
+    result, text = record["result"], "diverged"
+    if record["status"] == "ok":
+        text = f"accuracy {result['accuracy']:.2f} %, zeros {100 * result['sparsity']:.2f} %"
+    return f"{label(record['settings'])}: {text} ({record['timing']['seconds']:.0f} s)"
 
 
 def _last_line(error: str) -> str:

@@ -94,6 +94,18 @@ class Plan(ABC):
             raise PlanError(str(error)) from None
 
 
+def label(settings: Mapping[str, Any]) -> str:
+    """Return a run's settings in a few words.
+
+    Example:
+        >>> label({"method": "padam", "options": {"p": 0.8, "lam": 0.01}, "lr": 0.003, "seed": 0})
+        'padam p=0.8 lam=0.01 lr=0.003 seed=0'
+    """
+    named = {**settings["options"], "lr": settings["lr"], "seed": settings["seed"]}
+    shown = {k: f"{v:g}" if isinstance(v, float) else str(v) for k, v in named.items()}
+    return " ".join([settings["method"], *(f"{name}={text}" for name, text in shown.items())])
+
+
 def check_axes(axes: Axes) -> None:
     """Check that there is a method, that each axis has values, and that a method has each option.
 

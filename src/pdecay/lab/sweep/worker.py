@@ -1,21 +1,23 @@
 """Workers: processes that take trials from the queue with ``study.optimize`` and train them.
 
-A worker stops with a checkpoint as soon as anything arrives on its connection. This includes the
-end of the connection, so that the workers of a killed launcher stop too.
+A worker writes its results to the study. It stops with a checkpoint as soon as its connection to
+the launcher ends, so that the workers of a killed launcher stop too.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from optuna.exceptions import OptunaError, StorageInternalError
@@ -28,26 +30,32 @@ from pdecay.lab.sweep.study import SweepStudy
 from pdecay.lab.train.records import Record
 from pdecay.lab.train.training import RunError, Settings, StoppedError, train
 
+STARTED = "started"  # the message that a worker has taken a cell; others are tracebacks
+
 _IDLE = 0.5  # seconds between two looks at an empty queue or a locked folder
 _RETRY = 2.0  # seconds between two calls to a database that does not answer
-_STEPS = 0.2  # seconds between two messages about a run's steps
+_PATIENCE = 5.0  # seconds for a stopping worker without a run, before it exits without its storage
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Job:
-    """The launcher's settings for all of its workers; `home` names its folder in a database."""
+    """The launcher's settings for all of its workers."""
 
     plan: Plan
     storage: str | None
     study: str
     out: Path
-    home: str
     threads: int
     device: str | None
     checkpoint_every: float
     grace: float
+
+    @property
+    def home(self) -> str:
+        """The name of the launcher's folder in a database."""
+        return f"{socket.gethostname()}:{self.out}"
 
     def run_folder(self, run: str) -> Path:
         """Return the folder of a run."""
@@ -62,31 +70,44 @@ def work(job: Job, connection: Connection) -> None:
     """Run cells until the launcher asks to stop: the main function of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     torch.set_num_threads(job.threads)
+    worker = _Worker(job, connection)
+    threading.Thread(target=worker.wait_for_stop, daemon=True).start()
     try:
         with open_storage(job.storage, job.out, job.grace) as storage:
-            _Worker(job, connection, SweepStudy(storage, job.study, job.plan)).run()
+            worker.run(SweepStudy(storage, job.study, job.plan))
     except Exception:
-        with suppress(OSError):
-            connection.send(("crash", traceback.format_exc()))
+        with suppress(OSError):  # the launcher died
+            connection.send(traceback.format_exc())
         raise SystemExit(1) from None
 
 
 class _Worker:
-    """A worker; it also reports the progress of its current run."""
-
-    def __init__(self, job: Job, connection: Connection, study: SweepStudy) -> None:
-        self._job, self._connection, self._study = job, connection, study
+    def __init__(self, job: Job, connection: Connection) -> None:
+        self._job, self._connection = job, connection
         self._trial: Trial | None = None
-        self._last_message = 0.0
+        self._stop = threading.Event()
+        self._started = False
+        self._busy = False  # it has a run that needs a checkpoint before it stops
 
-    def run(self) -> None:
+    def wait_for_stop(self) -> None:
+        """Ask the main thread to stop when the connection ends; exit if a database blocks it."""
+        self._connection.poll(None)
+        self._stop.set()
+        deadline = time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            if self._busy:
+                deadline = time.monotonic() + _PATIENCE
+        os._exit(1)
+
+    def run(self, study: SweepStudy) -> None:
+        self._study = study
         with suppress(StoppedError):
-            while not self._connection.poll():
-                if self._retry(self._study.has_waiting):
+            while not self._stop.is_set():
+                if self._retry(study.has_waiting):
                     self._run_trial()
                 else:
-                    self._send("idle")
-                    self._connection.poll(_IDLE)
+                    self._stop.wait(_IDLE)
 
     def _run_trial(self) -> None:
         self._trial = None
@@ -105,45 +126,49 @@ class _Worker:
         self._trial = trial
         if not self._study.is_current(trial):
             raise NotCurrentError
-        key = trial.user_attrs["cell"]
         try:
             settings = self._job.plan.settings(
-                key, lambda sampler: self._study.bind(trial, sampler)
+                trial.user_attrs["cell"], lambda sampler: self._study.bind(trial, sampler)
             )
             mark = {"home": self._job.home, "pid": os.getpid(), "run": settings.id}
             trial.set_user_attr("worker", mark)
-            self._send("busy")
+            self._send_started()
             record = self._train(settings)
-        except StoppedError:
-            self._send("stopped")
+        except (StoppedError, OptunaError):
             raise
-        except Exception as error:
-            if not isinstance(error, OptunaError):  # the run's own error, not the storage's
-                text = traceback.format_exc()
-                self._send("error", key, text)
-                self._retry(lambda: trial.set_user_attr("error", text))
+        except Exception:
+            text = traceback.format_exc()
+            self._retry(lambda: trial.set_user_attr("error", text))
             raise
-        self._send("trained", key, record)
         self._retry(lambda: trial.set_user_attr("record", record))
         return self._job.plan.values(record)
 
+    def _send_started(self) -> None:
+        if not self._started:  # once: the launcher reads messages only when the worker has ended
+            self._started = True
+            with suppress(OSError):  # the launcher died
+                self._connection.send(STARTED)
+
     def _train(self, settings: Settings) -> Record:
-        while True:
-            try:
-                return train(
-                    settings,
-                    self._job.run_folder(settings.id),
-                    device=self._job.device,
-                    checkpoint_every=self._job.checkpoint_every,
-                    progress=self,
-                    stop=self._connection.poll,
-                )
-            except RunError as error:
-                # The worker of a killed launcher, or a cell that drew the same settings.
-                if not isinstance(error.__cause__, LockedError):
-                    raise
-                if self._connection.poll(_IDLE):
-                    raise StoppedError from None
+        self._busy = True
+        try:
+            while True:
+                try:
+                    return train(
+                        settings,
+                        self._job.run_folder(settings.id),
+                        device=self._job.device,
+                        checkpoint_every=self._job.checkpoint_every,
+                        stop=self._stop.is_set,
+                    )
+                except RunError as error:
+                    # The worker of a killed launcher, or a cell that drew the same settings.
+                    if not isinstance(error.__cause__, LockedError):
+                        raise
+                    if self._stop.wait(_IDLE):
+                        raise StoppedError from None
+        finally:
+            self._busy = False
 
     def _retry(self, call: Callable[[], T]) -> T:
         """Call until the database answers; stop if the launcher asks to."""
@@ -151,21 +176,5 @@ class _Worker:
             try:
                 return call()
             except StorageInternalError:
-                if self._connection.poll(_RETRY):
+                if self._stop.wait(_RETRY):
                     raise StoppedError from None
-
-    def begin(self, settings: Settings, step: int) -> None:
-        self._send("begin", settings.to_dict(), step)
-
-    def step(self, step: int, loss: float) -> None:
-        now = time.monotonic()
-        if now - self._last_message >= _STEPS:
-            self._last_message = now
-            self._send("step", step)
-
-    def point(self, point: Mapping[str, Any]) -> None:
-        pass
-
-    def _send(self, *message: Any) -> None:
-        with suppress(OSError):  # the launcher died; the next poll shows it
-            self._connection.send(message)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -17,19 +15,12 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
-from rich.text import Text
 
 from pdecay._utils.signals import stop_requests
+from pdecay.lab.tables import new_table, say
+from pdecay.lab.train import training
 from pdecay.lab.train.records import Record
-from pdecay.lab.train.training import (
-    CHECKPOINT,
-    RECORD,
-    WEIGHTS,
-    Settings,
-    StoppedError,
-    train,
-)
+from pdecay.lab.train.training import CHECKPOINT, RECORD, WEIGHTS, Settings, StoppedError, train
 
 _SMOOTHING = 0.95  # of the displayed loss, because the loss of single batches is noisy
 
@@ -46,98 +37,68 @@ def train_and_show(settings: Settings, out: Path, console: Console, **options: A
     finished_before = (out / RECORD).exists()
 
     def notify() -> None:
-        _print(console, "stopping after this step with a checkpoint; repeat to stop at once")
+        say(console, "stopping after this step with a checkpoint; repeat to stop at once")
 
     try:
-        with stop_requests(notify) as stop, _progress(console) as progress:
+        progress = _Progress(console)
+        with stop_requests(notify) as stop, progress.bar:
             record = train(settings, out, progress=progress, stop=stop, **options)
     except StoppedError as error:
-        _print(console, f"{error}; to continue, run the same command again.")
+        say(console, f"{error}; to continue, run the same command again.")
         _print_files(console, out, {"checkpoint": CHECKPOINT})
         return 130
     if finished_before:
         _print_settings(console, settings)
-        _print(console, "This run was already finished. Its result:")
+        say(console, "This run was already finished. Its result:")
     _print_result(console, record)
     _print_files(console, out, {"record": RECORD, "weights": WEIGHTS})
     return 0
 
 
-class _Lines:
-    """Progress as one line for each evaluation, for output that is not a terminal."""
+class _Progress(training.Progress):
+    """A bar on a terminal; elsewhere a line for each evaluation."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._loss: float | None = None
+        self.bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
 
     def begin(self, settings: Settings, step: int) -> None:
         _print_settings(self._console, settings, step)
         self._steps = settings.steps
-
-    def step(self, step: int, loss: float) -> None:
-        pass
-
-    def point(self, point: Mapping[str, Any]) -> None:
-        _print(
-            self._console,
-            f"step {point['step']:>{len(str(self._steps))}}/{self._steps}  "
-            f"loss {_number(point['train_loss'], '.4f')}  "
-            f"accuracy {_number(point['accuracy'], '.2f')} %  "
-            f"zeros {_number(point['sparsity'], '.2%')}",
-        )
-
-
-class _Bar:
-    """Progress as a bar with the loss, the accuracy and the share of zeros."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._loss: float | None = None
-
-    def begin(self, settings: Settings, step: int) -> None:
-        _print_settings(self._progress.console, settings, step)
-        self._task = self._progress.add_task(
-            "", total=settings.steps, completed=step, loss="", evaluation=""
-        )
+        self._evaluation = ""
+        self._task = self.bar.add_task("", total=self._steps, completed=step, text="")
 
     def step(self, step: int, loss: float) -> None:
         old = loss if self._loss is None else self._loss
         self._loss = _SMOOTHING * old + (1 - _SMOOTHING) * loss
-        self._progress.update(self._task, completed=step, loss=f"loss {self._loss:.3f}")
+        text = f"loss {self._loss:.3f}  {self._evaluation}"
+        self.bar.update(self._task, completed=step, text=text)
 
     def point(self, point: Mapping[str, Any]) -> None:
         accuracy, zeros = _number(point["accuracy"], ".2f"), _number(point["sparsity"], ".2%")
-        self._progress.update(self._task, evaluation=f"accuracy {accuracy} %  zeros {zeros}")
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[_Lines | _Bar]:
-    if not console.is_terminal:
-        yield _Lines(console)
-        return
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}", markup=False),
-        TextColumn("{task.fields[evaluation]}", markup=False),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield _Bar(progress)
+        self._evaluation = f"accuracy {accuracy} %  zeros {zeros}"
+        if not self._console.is_terminal:
+            step = f"step {point['step']:>{len(str(self._steps))}}/{self._steps}"
+            loss = _number(point["train_loss"], ".4f")
+            say(self._console, f"{step}  loss {loss}  {self._evaluation}")
 
 
 def _print_result(console: Console, record: Record) -> None:
     result = record["result"]
-    table = Table(
-        title=Text("Zeros of each decayed layer", style="bold"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+    table = new_table(
+        "Zeros of each decayed layer", "<layer", "shape", "weights", "left", "zeros %"
     )
-    table.add_column("layer")
-    for heading in ("shape", "weights", "left", "zeros %"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for layer in result["layers"]:
         size, zeros = layer["size"], layer["zeros"]
         shape = "x".join(map(str, layer["shape"]))
@@ -151,10 +112,10 @@ def _print_result(console: Console, record: Record) -> None:
     console.print(table)
     if record["status"] == "diverged":
         steps = record["curve"][-1]["step"]
-        _print(console, f"Diverged: the loss is not finite after {steps:,} steps. Try a lower lr.")
+        say(console, f"Diverged: the loss is not finite after {steps:,} steps. Try a lower lr.")
     else:
         test = result.get("test_accuracy")  # older records have none
-        _print(
+        say(
             console,
             f"validation accuracy {result['accuracy']:.2f} %, loss {result['loss']:.4f}, "
             f"test accuracy {_number(test, '.2f')} %, sparsity {result['sparsity']:.2%}; "
@@ -163,28 +124,24 @@ def _print_result(console: Console, record: Record) -> None:
     timing = record["timing"]
     times = timing["resumed"]
     resumed = f", resumed {times} time{'s' * (times > 1)}" if times else ""
-    _print(console, f"{timing['seconds']:.0f} s of training{resumed}")
+    say(console, f"{timing['seconds']:.0f} s of training{resumed}")
 
 
 def _print_files(console: Console, out: Path, names: Mapping[str, str]) -> None:
     for what, name in names.items():
-        _print(console, f"{what:<10} {out / name}")
+        say(console, f"{what:<10} {out / name}")
 
 
 def _print_settings(console: Console, settings: Settings, step: int = 0) -> None:
     options = ", ".join(f"{name}={value}" for name, value in settings.options.items())
-    _print(
+    say(
         console,
         f"{settings.task} ({settings.scale}) with {settings.method}({options}): "
         f"lr {settings.lr:g}, {settings.steps:,} steps, seed {settings.seed}",
     )
     if step:
-        _print(console, f"resuming at step {step:,}")
+        say(console, f"resuming at step {step:,}")
 
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(Text(text), soft_wrap=True)  # a wrapped path could not be copied

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -44,8 +44,8 @@ class StoppedError(Exception):
     """A run that was asked to stop. It can resume from its checkpoint."""
 
 
-class Progress(Protocol):
-    """Callbacks that report the progress of a run."""
+class Progress:
+    """Callbacks that report the progress of a run; these report nothing."""
 
     def begin(self, settings: Settings, step: int) -> None:
         """Report that training starts at step 0 or resumes at a later step."""
@@ -55,14 +55,6 @@ class Progress(Protocol):
 
     def point(self, point: Mapping[str, Any]) -> None:
         """Report an evaluation: a point of the record's curve."""
-
-
-class _Silent:
-    """Progress callbacks that report nothing."""
-
-    def begin(self, settings: Settings, step: int) -> None: ...
-    def step(self, step: int, loss: float) -> None: ...
-    def point(self, point: Mapping[str, Any]) -> None: ...
 
 
 def train(
@@ -105,7 +97,13 @@ def train(
             if record is None:
                 remove_unfinished(folder)
                 record = _train(
-                    settings, folder, device, threads, checkpoint_every, progress or _Silent(), stop
+                    settings,
+                    folder,
+                    device,
+                    threads,
+                    checkpoint_every,
+                    progress or Progress(),
+                    stop,
                 )
             (folder / CHECKPOINT).unlink(missing_ok=True)
             return record
