@@ -27,14 +27,14 @@ def in_project(tmp_path, monkeypatch):
 
 def test_no_command_prints_help(run_cli):
     shown = run_cli()
-    assert all(command.name in shown for command in cli.COMMANDS)
+    assert all(cli.name_of(command) in shown for command in cli.COMMANDS)
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=cli.name_of)
 def test_help_of_each_command_has_a_valid_example(run_cli, command):
-    shown = run_cli(command.name, "--help")
-    assert f"example:\n  {command.example}" in shown
-    cli._parser().parse_args(command.example.split()[1:])  # the example is a valid command
+    shown = run_cli(cli.name_of(command), "--help")
+    assert f"example:\n  {command.EXAMPLE}" in shown
+    cli._parser().parse_args(command.EXAMPLE.split()[1:])  # the example is a valid command
 
 
 def test_version(run_cli):
@@ -112,8 +112,7 @@ def test_import_error_of_pdecay_is_not_reported_as_missing_extra(monkeypatch, tm
     def broken(args):
         raise ModuleNotFoundError("No module named 'pdecay.lba'", name="pdecay.lba")
 
-    command = cli.Command("demo", "s", "pdecay demo", lambda parser: None, broken)
-    monkeypatch.setattr(cli, "COMMANDS", (command,))
+    monkeypatch.setattr(cli.demo, "run", broken)
     with pytest.raises(ModuleNotFoundError):
         cli.main(["demo"])
 
@@ -125,8 +124,7 @@ def test_full_disk_and_interrupt_are_one_line(capsys, monkeypatch, error, code):
     def stopped(args):
         raise error
 
-    command = cli.Command("demo", "s", "pdecay demo", lambda parser: None, stopped)
-    monkeypatch.setattr(cli, "COMMANDS", (command,))
+    monkeypatch.setattr(cli.demo, "run", stopped)
     assert cli.main(["demo"]) == code
     assert capsys.readouterr().err.count("\n") == 1
 

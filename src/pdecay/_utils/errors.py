@@ -1,8 +1,12 @@
-"""Error messages in one line."""
+"""The base class of errors that users can correct, and error messages in one line."""
 
 from __future__ import annotations
 
 import traceback
+
+
+class UserError(Exception):
+    """An error that the user can correct; the command line prints its message."""
 
 
 def one_line(error: object) -> str:

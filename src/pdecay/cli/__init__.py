@@ -1,4 +1,7 @@
-"""The command line: one module for each command, with a :class:`Command` named ``COMMAND``.
+"""The command line: one module for each command.
+
+Each has the texts ``SUMMARY`` and ``EXAMPLE`` of ``--help``, ``add_arguments(parser)``, and
+``run(args)``, which returns the exit code.
 
 The modules import torch and the lab only when a command runs. So ``--help`` is fast, and a missing
 extra is an error only of the commands that need it.
@@ -13,33 +16,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn
 
 import pdecay
-from pdecay._utils.errors import one_line
-from pdecay.cli import (
-    bench,
-    compact,
-    demo,
-    doctor,
-    export,
-    inspect,
-    report,
-    sweep,
-    train,
-)
-from pdecay.cli.common import Command, UsageError
+from pdecay._utils.errors import UserError, one_line
+from pdecay.cli import bench, compact, demo, doctor, export, inspect, report, sweep, train
 
-COMMANDS = (
-    demo.COMMAND,
-    train.COMMAND,
-    sweep.COMMAND,
-    report.COMMAND,
-    bench.COMMAND,
-    doctor.COMMAND,
-    inspect.COMMAND,
-    compact.COMMAND,
-    export.COMMAND,
+COMMANDS: tuple[ModuleType, ...] = (
+    *(demo, train, sweep, report, bench, doctor),
+    *(inspect, compact, export),
 )
 
 # The extra that installs a package, by the package's import name.
@@ -55,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
-    command: Command = args.command
+    command: ModuleType = args.command
     try:
-        return command.run(args)
-    except UsageError as error:
+        return int(command.run(args))
+    except UserError as error:
         return _fail(command, one_line(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -96,17 +82,22 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:
         subparser = subparsers.add_parser(
-            command.name,
-            help=command.summary,
-            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-            epilog=f"example:\n  {command.example}",
+            name_of(command),
+            help=command.SUMMARY,
+            description=f"{command.SUMMARY[0].upper()}{command.SUMMARY[1:]}.",
+            epilog=f"example:\n  {command.EXAMPLE}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         subparser.set_defaults(command=command)
-        command.arguments(subparser)
+        command.add_arguments(subparser)
     return parser
 
 
-def _fail(command: Command, message: str, code: int = 2) -> int:
-    sys.stderr.write(f"pdecay {command.name}: error: {message}\n")
+def name_of(command: ModuleType) -> str:
+    """Return the name of a command on the command line."""
+    return command.__name__.rpartition(".")[2]
+
+
+def _fail(command: ModuleType, message: str, code: int = 2) -> int:
+    sys.stderr.write(f"pdecay {name_of(command)}: error: {message}\n")
     return code

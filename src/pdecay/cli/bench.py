@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pdecay.cli.common import Command, add, check_writable
+from pdecay.cli.common import add, check_writable
+
+SUMMARY = "measure the time of an optimizer step against torch's optimizers, and of sparse models"
+EXAMPLE = "pdecay bench step --out pdecay-bench"
 
 _PARTS = ("step", "growth", "train", "start")
 _DEPLOY = "deploy"  # trains networks the first time, so it is not a default
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "parts",
         nargs="*",
@@ -22,12 +25,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "folder for the numbers and the plot"
     add(parser, "--out", text, Path, Path("pdecay-bench"), metavar="DIR")
-    parser.add_argument(
-        "--quick", action="store_true", help="few small rounds, to check that everything works"
-    )
+    add(parser, "--quick", "few small rounds, to check that everything works", bool)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from pdecay.lab.bench import deploy_report as bench_deploy_report
     from pdecay.lab.bench import steps_report as bench_report
 
@@ -38,12 +39,3 @@ def _run(args: argparse.Namespace) -> int:
     if _DEPLOY in args.parts:
         bench_deploy_report.run(args.out, quick=args.quick)
     return 0
-
-
-COMMAND = Command(
-    "bench",
-    "measure the time of an optimizer step against torch's optimizers, and of sparse models",
-    "pdecay bench step --out pdecay-bench",
-    _arguments,
-    _run,
-)

@@ -1,41 +1,21 @@
-"""Code that the commands share: the `Command` class, argument types and checks."""
+"""Code that the commands share: errors, argument types and checks."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
-import os
-import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdecay._utils.errors import with_location
+from pdecay._utils.errors import UserError, with_location
+from pdecay._utils.imports import import_object
 
 
-class UsageError(Exception):
-    """An error that the user can correct; the message is one line."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """One subcommand.
-
-    Args:
-        name, summary, example: the texts of ``--help``.
-        arguments: adds the arguments to the command's parser.
-        run: runs the command with the parsed arguments and returns the exit code.
-    """
-
-    name: str
-    summary: str
-    example: str
-    arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+class UsageError(UserError):
+    """Invalid arguments of a command."""
 
 
 def number(kind: type, least: float, noun: str = "") -> Callable[[str], Any]:
@@ -87,16 +67,19 @@ def add(
     default: Any = None,
     **options: Any,
 ) -> None:
-    """Add an argument with a value; its type decides its placeholder in the help.
+    """Add an argument; its type decides its placeholder in the help.
 
     Args:
         parser: the parser or a group of it.
         name: the argument, such as ``--seed``.
         text: the help; the default is appended.
-        kind: converts and checks the text.
+        kind: converts and checks the text; bool for a switch without a value.
         default: the default value.
         options: more options of ``add_argument``.
     """
+    if kind is bool:
+        parser.add_argument(name, action="store_true", help=text)
+        return
     options.setdefault("metavar", _METAVARS.get(kind, "X"))
     if default is not None:
         text += f" (default: {default})"
@@ -126,21 +109,14 @@ def check_writable(directory: Path) -> None:
 
 def call(target: str) -> Any:
     """Import ``module:function`` and call it; report errors of the user's code in one line."""
-    module_name, _, function_name = target.partition(":")
-    if not module_name or not function_name:
+    if not all(target.partition(":")):
         raise UsageError(
             f"expected MODULE:FUNCTION, such as my_project.training:build, got {target!r}"
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # `python -m` does so, an installed script does not
     try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        raise UsageError(f"cannot import {module_name!r}: {with_location(error)}") from None
-    for name in function_name.split("."):
-        if not hasattr(found, name):
-            raise UsageError(f"{module_name!r} has no {function_name!r}")
-        found = getattr(found, name)
+        found = import_object(target)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if not callable(found):
         raise UsageError(f"{target} must be a function, got {kind(found)}")
     try:

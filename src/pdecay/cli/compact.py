@@ -7,24 +7,23 @@ import sys
 from pathlib import Path
 
 from pdecay.cli import models
-from pdecay.cli.common import Command, UsageError, add
+from pdecay.cli.common import UsageError, add
+
+SUMMARY = "remove the dead units of a model without changing its outputs"
+EXAMPLE = "pdecay compact my_project.training:build --weights model.safetensors --out small.pt2"
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
     text = (
         "write the smaller model: .pt2 is a program that torch.export.load runs without the "
         "model's code, .pt is a module pickled by torch.save (default: only print the report)"
     )
     add(parser, "--out", text, Path)
-    parser.add_argument(
-        "--no-fold",
-        action="store_true",
-        help="keep units with constant output: fold no constants into biases",
-    )
+    add(parser, "--no-fold", "keep units with constant output: fold no constants into biases", bool)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from pdecay.deployment.compact import CompactReport, compact
     from pdecay.deployment.export.torch_file import HOW_TO_LOAD, export_torch
     from pdecay.deployment.model.errors import DeploymentError
@@ -43,12 +42,3 @@ def _run(args: argparse.Namespace) -> int:
     except (DeploymentError, TypeError) as error:
         raise UsageError(str(error)) from None
     return 0
-
-
-COMMAND = Command(
-    "compact",
-    "remove the dead units of a model without changing its outputs",
-    "pdecay compact my_project.training:build --weights model.safetensors --out small.pt2",
-    _arguments,
-    _run,
-)

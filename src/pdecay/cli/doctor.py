@@ -6,15 +6,18 @@ import argparse
 import sys
 
 import pdecay
-from pdecay.cli.common import Command, UsageError, add, call, kind
+from pdecay.cli.common import UsageError, add, call, kind
+
+SUMMARY = "check a model and its optimizer for mistakes before training"
+EXAMPLE = "pdecay doctor my_project.training:build"
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a function without arguments that returns (model, optimizer)"
     add(parser, "build", text, metavar="MODULE:FUNCTION")
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     built = call(args.build)
     if not (isinstance(built, tuple | list) and len(built) == 2):
         raise UsageError(f"{args.build} must return (model, optimizer), got {kind(built)}")
@@ -27,12 +30,3 @@ def _run(args: argparse.Namespace) -> int:
     if not findings:
         sys.stdout.write("nothing found: the model and its optimizer look right\n")
     return int(any(finding.level == "error" for finding in findings))
-
-
-COMMAND = Command(
-    "doctor",
-    "check a model and its optimizer for mistakes before training",
-    "pdecay doctor my_project.training:build",
-    _arguments,
-    _run,
-)

@@ -7,19 +7,22 @@ import sys
 from pathlib import Path
 
 from pdecay.cli import models
-from pdecay.cli.common import Command, UsageError, add
+from pdecay.cli.common import UsageError, add
+
+SUMMARY = "write a model as ONNX, or its weights as a sparse or dense file"
+EXAMPLE = "pdecay export my_project.training:build --onnx model.onnx --sparse model.safetensors"
 
 _SUFFIXES = {"onnx": ".onnx", "sparse": ".safetensors", "dense": ".safetensors"}
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
     add(parser, "--onnx", "the compacted model for ONNX Runtime; its outputs are compared", Path)
     add(parser, "--sparse", "the weights without zeros, for pdecay.load", Path)
     add(parser, "--dense", "the weights as an ordinary safetensors file", Path)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from pdecay.deployment.compact import CompactReport, compact
     from pdecay.deployment.export import onnx
     from pdecay.deployment.files import save
@@ -50,12 +53,3 @@ def _run(args: argparse.Namespace) -> int:
             written = save(model, file, dense=dense)
             sys.stdout.write(f"{file}: {written.nbytes:,} bytes\n")
     return 0
-
-
-COMMAND = Command(
-    "export",
-    "write a model as ONNX, or its weights as a sparse or dense file",
-    "pdecay export my_project.training:build --onnx model.onnx --sparse model.safetensors",
-    _arguments,
-    _run,
-)

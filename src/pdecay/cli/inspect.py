@@ -7,12 +7,15 @@ import json
 import sys
 from pathlib import Path
 
-from pdecay.cli.common import Command, UsageError, add, check_writable, number
+from pdecay.cli.common import UsageError, add, check_writable, number
+
+SUMMARY = "describe a weight file: zeros, dead units, bytes and the sizes of the weights"
+EXAMPLE = "pdecay inspect model.safetensors --plot weights.png"
 
 _PICTURES = (".png", ".svg")
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         parser,
         "file",
@@ -22,15 +25,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "write a .png or .svg with the histogram of log10|w|, in total and by layer"
     add(parser, "--plot", text, Path, metavar="PICTURE")
-    parser.add_argument(
-        "--json", action="store_true", help="print all numbers as JSON instead of a table"
-    )
+    add(parser, "--json", "print all numbers as JSON instead of a table", bool)
     text = "weights with |w| < T count as zero"
     add(parser, "--threshold", text, number(float, 0), 1e-13, metavar="T")
     add(parser, "--key", "the key of the state dict in a checkpoint with several, such as model")
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from pdecay.deployment.files import FileFormatError
     from pdecay.deployment.inspect import inspect
 
@@ -52,12 +53,3 @@ def _run(args: argparse.Namespace) -> int:
         if args.plot is not None:
             sys.stdout.write(f"written: {args.plot}\n")
     return 0
-
-
-COMMAND = Command(
-    "inspect",
-    "describe a weight file: zeros, dead units, bytes and the sizes of the weights",
-    "pdecay inspect model.safetensors --plot weights.png",
-    _arguments,
-    _run,
-)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdecay.cli.common import (
-    Command,
     UsageError,
     add,
     check_writable,
@@ -25,8 +24,14 @@ if TYPE_CHECKING:
 
     from pdecay.lab.sweep import Outcome, Plan
 
+SUMMARY = "train many networks: a grid of options, or an Optuna search"
+EXAMPLE = (
+    "pdecay sweep shakespeare --method adamw padam --p 0.5 0.8 --lam 0.003 0.01 0.03 "
+    "--lr 3e-3 1e-2 --workers 2 --out runs/my-sweep"
+)
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_task(parser)
     _add_cells(parser)
     _add_search(parser)
@@ -34,12 +39,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add(running, "--workers", "worker processes", count, 1)
     threads = "torch threads of each worker (default: cores / workers)"
     add_running(running, threads=threads, out="runs/TASK-sweep")
-    running.add_argument(
-        "--resume", action="store_true", help="continue or join a study, or start a new one"
-    )
-    running.add_argument(
-        "--retry-failed", action="store_true", help="with --resume: retry runs that were given up"
-    )
+    add(running, "--resume", "continue or join a study, or start a new one", bool)
+    add(running, "--retry-failed", "with --resume: retry runs that were given up", bool)
     machines = parser.add_argument_group("many machines")
     text = "a database that all machines reach, such as postgresql://me@host/sweeps"
     add(machines, "--storage", f"{text} (default: a journal file in --out)", metavar="URL")
@@ -78,11 +79,10 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     add(search, "--objective", text, default="pareto")
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from pdecay.lab import sweep
-    from pdecay.lab.data.sources import DataError
 
     if args.retry_failed and not args.resume:
         raise UsageError("--retry-failed needs --resume")
@@ -105,10 +105,6 @@ def _run(args: argparse.Namespace) -> int:
             retry_failed=args.retry_failed,
             console=console,
         )
-    except (DataError, sweep.PlanError, sweep.StorageError, sweep.StudyError) as error:
-        raise UsageError(str(error)) from None
-    except sweep.SweepError as error:
-        raise UsageError(f"{error}. Nothing is lost: continue with --resume") from None
     except sweep.SweepStoppedError:
         console.print("stopped; to continue, run the same command with --resume", soft_wrap=True)
         return 130
@@ -193,13 +189,3 @@ def _value_or_range(kind: type) -> Callable[[str], Any]:
         return tuple(numbers) if len(numbers) == 2 else numbers[0]
 
     return parse
-
-
-COMMAND = Command(
-    "sweep",
-    "train many networks: a grid of options, or an Optuna search",
-    "pdecay sweep shakespeare --method adamw padam --p 0.5 0.8 --lam 0.003 0.01 0.03 "
-    "--lr 3e-3 1e-2 --workers 2 --out runs/my-sweep",
-    _arguments,
-    _run,
-)

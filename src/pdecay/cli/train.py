@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from pdecay.cli.common import (
-    Command,
     UsageError,
     add,
     check_writable,
@@ -17,6 +16,9 @@ from pdecay.cli.common import (
     option,
     seconds,
 )
+
+SUMMARY = "train one sparse network; the same command resumes a killed run"
+EXAMPLE = "pdecay train shakespeare --method padam --p 0.8 --lam 0.02 --lr 1e-2 --out runs/my-run"
 
 METHODS = (
     "adamw, padam, elastic, target, mp, gmp, oto, dwf, l1, every, slow, pschedule, prox, freeze, "
@@ -70,7 +72,7 @@ def add_option(parser: Any, text: str) -> None:
     )
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_task(parser)
     add(parser, "--method", METHODS, default="padam")
     add(parser, "--seed", "random seed", natural_number, 0)
@@ -94,13 +96,11 @@ def _chosen_options(args: argparse.Namespace) -> dict[str, Any]:
     return chosen
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from pdecay.lab.data.sources import DataError
     from pdecay.lab.train import command
-    from pdecay.lab.train.records import RecordError
-    from pdecay.lab.train.training import RunError, Settings
+    from pdecay.lab.train.training import Settings
 
     try:
         settings = Settings.of(
@@ -126,14 +126,5 @@ def _run(args: argparse.Namespace) -> int:
             threads=args.threads,
             checkpoint_every=args.checkpoint_every,
         )
-    except (DataError, RecordError, RunError, ValueError) as error:
+    except ValueError as error:
         raise UsageError(str(error)) from None
-
-
-COMMAND = Command(
-    "train",
-    "train one sparse network; the same command resumes a killed run",
-    "pdecay train shakespeare --method padam --p 0.8 --lam 0.02 --lr 1e-2 --out runs/my-run",
-    _arguments,
-    _run,
-)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdecay.lab import methods
-from pdecay.lab.sweep import Grid, PlanError
+from pdecay.lab.sweep import Grid, SweepError
 from pdecay.lab.sweep.plan import difference
 from pdecay.lab.train.training import Settings
 
@@ -78,7 +78,7 @@ def test_grid_has_every_combination_once(chosen):
         and not any(name in o for o in options.values())
         for name in chosen
     ):
-        with pytest.raises(PlanError, match="no chosen method has an option"):
+        with pytest.raises(SweepError, match="no chosen method has an option"):
             grid(chosen)
         return
     expected = 0
@@ -107,7 +107,7 @@ def test_grid_has_every_combination_once(chosen):
 def test_params_fit_their_distributions(chosen):
     try:
         plan = grid(chosen)
-    except PlanError:
+    except SweepError:
         return
     for key, cell in plan.cells.items():
         params, distributions = plan.params(key)
@@ -132,16 +132,16 @@ def test_params_fit_their_distributions(chosen):
     ],
 )
 def test_invalid_grid_is_refused(chosen, message):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(SweepError, match=message):
         grid(chosen)
 
 
 def test_empty_grid_and_unknown_names_are_refused():
-    with pytest.raises(PlanError, match="no grid"):
+    with pytest.raises(SweepError, match="no grid"):
         grid()
-    with pytest.raises(PlanError, match="no task 'digit'"):
+    with pytest.raises(SweepError, match="no task 'digit'"):
         Grid(task="digit", grids=[{"method": ["padam"]}])
-    with pytest.raises(PlanError, match="no objective 'acc'; there are pareto, tradeoff, accuracy"):
+    with pytest.raises(SweepError, match="no objective 'acc'; there are pareto, tradeoff, acc"):
         grid({"method": ["padam"]}, objective="acc")
 
 

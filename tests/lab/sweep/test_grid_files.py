@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from pdecay.lab.sweep import PlanError, read_grids
+from pdecay.lab.sweep import SweepError, read_grids
 
 
 def test_top_level_values_apply_to_all_grids(tmp_path):
@@ -45,15 +45,15 @@ def test_docstring_example_is_valid(tmp_path):
 def test_invalid_file_is_reported_with_its_path(tmp_path, text, message):
     path = tmp_path / "cells.toml"
     path.write_text(text)
-    with pytest.raises(PlanError, match=message) as caught:
+    with pytest.raises(SweepError, match=message) as caught:
         read_grids(path)
     assert str(path) in str(caught.value)
 
 
 def test_missing_or_binary_file_is_reported(tmp_path):
-    with pytest.raises(PlanError, match="cannot be read: No such file"):
+    with pytest.raises(SweepError, match="cannot be read: No such file"):
         read_grids(tmp_path / "none.toml")
     path = tmp_path / "binary.toml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanError, match="is not TOML"):
+    with pytest.raises(SweepError, match="is not TOML"):
         read_grids(path)

@@ -9,7 +9,7 @@ import pytest
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
-from pdecay.lab.sweep import PlanError, Range, Search
+from pdecay.lab.sweep import Range, Search, SweepError
 from pdecay.lab.sweep.study import SweepStudy
 
 
@@ -57,7 +57,7 @@ def test_range_is_logarithmic_from_a_factor_of_ten():
     assert not Range(0.5, 2).log
     assert not Range(0, 10).log
     assert str(Range(1e-4, 0.1)) == "0.0001:0.1"
-    with pytest.raises(PlanError, match="LOW < HIGH, got 2:2"):
+    with pytest.raises(SweepError, match="LOW < HIGH, got 2:2"):
         Range(2, 2)
 
 
@@ -139,5 +139,5 @@ def test_retry_keeps_the_drawn_settings():
     ],
 )
 def test_invalid_search_is_refused(axes, message):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(SweepError, match=message):
         search(**axes)

@@ -11,7 +11,8 @@ import sweep_processes
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from pdecay.lab.sweep.storage import JOURNAL, StorageError, open_journal, open_storage
+from pdecay.lab.sweep import SweepError
+from pdecay.lab.sweep.storage import JOURNAL, open_journal, open_storage
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_half_written_first_line_is_removed(tmp_path):
 
 def test_file_that_is_not_a_journal_is_reported(tmp_path):
     (tmp_path / JOURNAL).write_text("hello\nworld\n")
-    with pytest.raises(StorageError, match="is not an Optuna journal, or was altered"):
+    with pytest.raises(SweepError, match="is not an Optuna journal, or was altered"):
         open_journal(tmp_path)
 
 
@@ -96,7 +97,7 @@ def test_each_waiting_trial_is_claimed_once(tmp_path, processes):
     ],
 )
 def test_invalid_url_is_reported_without_its_password(tmp_path, url, message):
-    with pytest.raises(StorageError, match=message) as caught, open_storage(url, tmp_path):
+    with pytest.raises(SweepError, match=message) as caught, open_storage(url, tmp_path):
         pass
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)

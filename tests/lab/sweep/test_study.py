@@ -13,7 +13,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
-from pdecay.lab.sweep import Grid, StudyError
+from pdecay.lab.sweep import Grid, SweepError
 from pdecay.lab.sweep.study import ATTEMPTS, SweepStudy
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -167,20 +167,20 @@ def test_cell_that_raises_is_given_up_after_three_attempts(study):
 
 
 def test_existing_study_needs_resume(storage, study):
-    with pytest.raises(StudyError, match=r"exists \(0 of 3 runs finished\): give --resume"):
+    with pytest.raises(SweepError, match=r"exists \(0 of 3 runs finished\): give --resume"):
         SweepStudy.open(storage, "s", grid(), resume=False)
     again = SweepStudy.open(storage, "s", grid(), resume=True)
     assert [len(cell.trials) for cell in again.cells().values()] == [1, 1, 1]
     for _ in range(3):
         complete(again, take(again))
-    with pytest.raises(StudyError, match=r"exists \(finished\)"):
+    with pytest.raises(SweepError, match=r"exists \(finished\)"):
         SweepStudy.open(storage, "s", grid(), resume=False)
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_study_with_another_plan_is_refused(storage, study, resume):
     message = r"other settings: lam was 0.01 0.02 0.03 and is now 0.01 0.05. .*--resume.*--out"
-    with pytest.raises(StudyError, match=message):
+    with pytest.raises(SweepError, match=message):
         SweepStudy.open(storage, "s", grid((0.01, 0.05)), resume=resume)
     assert [len(cell.trials) for cell in study.cells().values()] == [1, 1, 1]
     assert len(study.trials()) == 3
@@ -190,13 +190,13 @@ def test_study_with_another_plan_is_refused(storage, study, resume):
 def test_study_of_another_program_is_refused(storage):
     theirs = optuna.create_study(storage=storage, study_name="s", directions=["maximize"] * 2)
     theirs.add_trial(optuna.trial.create_trial(values=[1.0, 2.0]))
-    with pytest.raises(StudyError, match="was not created by pdecay sweep: give another --study"):
+    with pytest.raises(SweepError, match="was not created by pdecay sweep: give another --study"):
         SweepStudy.open(storage, "s", grid(), resume=True)
 
 
 def test_resume_after_launcher_died_before_it_queued_cells(storage):
     optuna.create_study(storage=storage, study_name="s", directions=["maximize"] * 2)
-    with pytest.raises(StudyError, match="0 of 3 runs finished"):
+    with pytest.raises(SweepError, match="0 of 3 runs finished"):
         SweepStudy.open(storage, "s", grid(), resume=False)
     study = SweepStudy.open(storage, "s", grid(), resume=True)
     assert [len(cell.trials) for cell in study.cells().values()] == [1, 1, 1]
@@ -218,7 +218,7 @@ def test_of_two_plans_that_start_at_once_the_second_is_refused(storage, monkeypa
     empty = iter([[]])  # the second launcher looks before the first has queued anything
     with monkeypatch.context() as patch:
         patch.setattr(SweepStudy, "trials", lambda study: next(empty, None) or trials(study))
-        with pytest.raises(StudyError, match=r"lam was .* and is now "):
+        with pytest.raises(SweepError, match=r"lam was .* and is now "):
             SweepStudy.open(storage, "s", other, resume=True)
     first.top_up()
     assert [len(cell.trials) for cell in first.cells().values()] == [1, 1, 1]

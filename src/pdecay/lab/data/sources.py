@@ -17,12 +17,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from pdecay._utils.errors import UserError
+
 _TIMEOUT = 30  # seconds without a byte
 
 Labelled = tuple[Tensor, Tensor]
 
 
-class DataError(Exception):
+class DataError(UserError):
     """Missing, truncated or altered data. The message says how to repair it."""
 
 

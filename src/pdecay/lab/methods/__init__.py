@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from dataclasses import fields, is_dataclass
-from typing import TypeGuard
 
+from pdecay._utils.imports import import_object
 from pdecay.lab.methods.base import Method, Run, adamw, decayed_weights
 from pdecay.lab.methods.decay import AdamWMethod, ElasticMethod, L1Method, PAdamMethod, TargetMethod
 from pdecay.lab.methods.factorized import DWFMethod
@@ -53,32 +50,20 @@ def find(name: str) -> type[Method]:
     """
     if name in METHODS:
         return METHODS[name]
-    module_name, colon, class_name = name.partition(":")
-    if not (module_name and colon and class_name):
+    if not all(name.partition(":")):
         raise ValueError(
             f"there is no method {name!r}; choose from {', '.join(METHODS)}, or your own as "
             "my_module:MyMethod"
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does; installed scripts do not
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ValueError(
-            f"method {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}"
-        ) from error
-    found = getattr(module, class_name, None)
-    if found is None:
-        raise ValueError(f"method {name!r}: {module_name!r} has no {class_name!r}")
-    if _is_method(found):
+        found = import_object(name)
+    except ValueError as error:
+        raise ValueError(f"method {name!r}: {error}") from error
+    if is_dataclass(found) and isinstance(found, type) and issubclass(found, Method):
         return found
     raise ValueError(
         f"method {name!r} must be a dataclass that inherits from pdecay.lab.methods.Method"
     )
-
-
-def _is_method(found: object) -> TypeGuard[type[Method]]:
-    return isinstance(found, type) and issubclass(found, Method) and is_dataclass(found)
 
 
 def options_of(method: type[Method]) -> list[str]:

@@ -11,23 +11,16 @@ the journal file or the database.
 from __future__ import annotations
 
 from pdecay.lab.sweep.grid import Grid, read_grids
-from pdecay.lab.sweep.launcher import Outcome, SweepError, SweepStoppedError, sweep
-from pdecay.lab.sweep.plan import OBJECTIVES, Plan, PlanError
-from pdecay.lab.sweep.search import SAMPLERS, Range, Search
-from pdecay.lab.sweep.storage import StorageError
-from pdecay.lab.sweep.study import StudyError
+from pdecay.lab.sweep.launcher import Outcome, SweepStoppedError, sweep
+from pdecay.lab.sweep.plan import Plan, SweepError
+from pdecay.lab.sweep.search import Range, Search
 
 __all__ = [
-    "OBJECTIVES",
-    "SAMPLERS",
     "Grid",
     "Outcome",
     "Plan",
-    "PlanError",
     "Range",
     "Search",
-    "StorageError",
-    "StudyError",
     "SweepError",
     "SweepStoppedError",
     "read_grids",

@@ -15,8 +15,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from pdecay.lab.sweep.plan import (
     Axes,
     Plan,
-    PlanError,
     Sample,
+    SweepError,
     axes_of,
     check_axes,
     describe_axes,
@@ -49,7 +49,7 @@ class Grid(Plan):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.cells:
-            raise PlanError("there is no grid to run")
+            raise SweepError("there is no grid to run")
 
     @functools.cached_property
     def cells(self) -> dict[str, Settings]:
@@ -130,17 +130,17 @@ def read_grids(path: Path) -> list[dict[str, list[Any]]]:
         lam = [0.01, 0.03]
 
     Raises:
-        PlanError: the file cannot be read, or is not such a file.
+        SweepError: the file cannot be read, or is not such a file.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise PlanError(f"{path} cannot be read: {error.strerror}") from None
+        raise SweepError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} is not TOML: {error}") from None
+        raise SweepError(f"{path} is not TOML: {error}") from None
     grids = content.pop("grid", None)
     if not isinstance(grids, list) or not all(isinstance(grid, Mapping) for grid in grids):
-        raise PlanError(f"{path} has no grids: start each grid with a line [[grid]]")
+        raise SweepError(f"{path} has no grids: start each grid with a line [[grid]]")
     return [
         {name: _values(path, name, value) for name, value in {**content, **grid}.items()}
         for grid in grids
@@ -150,7 +150,7 @@ def read_grids(path: Path) -> list[dict[str, list[Any]]]:
 def _values(path: Path, name: str, value: object) -> list[Any]:
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(one, str | bool | int | float) for one in values):
-        raise PlanError(
+        raise SweepError(
             f"{path}: {name} must be a number, a string or a list of them, got {value!r}"
         )
     return values

@@ -30,9 +30,9 @@ from rich.text import Text
 from pdecay._utils.errors import root_cause
 from pdecay._utils.files import LockedError, lock
 from pdecay._utils.signals import stop_requests
-from pdecay.lab.sweep.plan import Plan, label
+from pdecay.lab.sweep.plan import Plan, SweepError, label
 from pdecay.lab.sweep.storage import open_storage
-from pdecay.lab.sweep.study import Cell, StudyError, SweepStudy
+from pdecay.lab.sweep.study import Cell, SweepStudy
 from pdecay.lab.sweep.worker import STARTED, Job, work
 from pdecay.lab.tasks import get_task
 from pdecay.lab.train import records
@@ -42,14 +42,11 @@ from pdecay.lab.train.training import CHECKPOINT
 RECORDS, ERRORS = "records.jsonl", "errors.txt"
 STUDY = "sweep"  # the study's name in a journal
 
+_KEPT = "Nothing is lost: continue with --resume"
 _FALSE_STARTS = 10  # workers in a row that die before they take a cell
 _DEATHS = 10  # of workers at one cell without a new checkpoint, before it is given up
 _INTERVAL = 1.0  # seconds between two looks at the study
 _UNMARKED = 30.0  # seconds in which a worker must have put its mark on a trial that it took
-
-
-class SweepError(Exception):
-    """A sweep cannot continue; the message says why."""
 
 
 class SweepStoppedError(Exception):
@@ -101,8 +98,8 @@ def sweep(
         console: shows the progress.
 
     Raises:
-        DataError, StorageError, StudyError: the data or the study is not available.
-        SweepError: the workers cannot run.
+        DataError: the data are not available.
+        SweepError: the study is not available, or the workers cannot run.
         SweepStoppedError: interrupted; the workers have written checkpoints.
     """
     _ = get_task(plan.task, plan.scale).stream  # report missing data before anything else
@@ -118,18 +115,19 @@ def sweep(
         checkpoint_every=checkpoint_every,
         grace=grace,
     )
-    try:
-        with open_storage(storage, out, grace) as opened, lock(out):
-            queue = SweepStudy.open(opened, job.study, plan, resume=resume)
-            if retry_failed:
-                queue.top_up(retry_failed=True)
-            return Launcher(job, queue, workers, console or Console(quiet=True)).run()
-    except LockedError as error:
-        raise StudyError(str(error)) from None
-    except StudyError as error:
-        raise StudyError(f"{out}: {error}" if storage is None else str(error)) from None
-    except StorageInternalError as error:
-        raise SweepError(f"the study does not answer: {root_cause(error)}") from None
+    with open_storage(storage, out, grace) as opened:
+        try:
+            with lock(out):
+                queue = SweepStudy.open(opened, job.study, plan, resume=resume)
+                if retry_failed:
+                    queue.top_up(retry_failed=True)
+                return Launcher(job, queue, workers, console or Console(quiet=True)).run()
+        except LockedError as error:
+            raise SweepError(str(error)) from None
+        except SweepError as error:
+            raise SweepError(f"{out}: {error}" if storage is None else str(error)) from None
+        except StorageInternalError as error:
+            raise SweepError(f"the study does not answer: {root_cause(error)}. {_KEPT}") from None
 
 
 class Launcher:
@@ -231,13 +229,13 @@ class Launcher:
             with connection, contextlib.suppress(EOFError, OSError):
                 while connection.poll():
                     if (message := connection.recv()) != STARTED:
-                        raise SweepError(f"a worker cannot run: {_last_line(message)}")
+                        raise SweepError(f"a worker cannot run: {_last_line(message)}. {_KEPT}")
                     started = True
             self._false_starts = 0 if started else self._false_starts + 1
             if self._false_starts >= _FALSE_STARTS:
                 raise SweepError(
                     f"{_FALSE_STARTS} workers in a row died at their start ({reason}): is there "
-                    f"enough memory for {self._number} of them?"
+                    f"enough memory for {self._number} of them? {_KEPT}"
                 )
             self._start_worker()
 

@@ -11,6 +11,7 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import Trial
 
+from pdecay._utils.errors import UserError
 from pdecay.lab import methods
 from pdecay.lab.train.records import Record
 from pdecay.lab.train.training import Settings
@@ -27,8 +28,8 @@ Axes = Mapping[str, Sequence[Any]]  # the values of each setting
 Sample = Callable[[BaseSampler], Trial]  # returns the cell's Optuna trial, bound to a sampler
 
 
-class PlanError(ValueError):
-    """A plan cannot be run; the message says why."""
+class SweepError(UserError):
+    """A sweep cannot be planned, started or continued; the message says why and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class Plan(ABC):
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
-            raise PlanError(
+            raise SweepError(
                 f"there is no objective {self.objective!r}; there are {', '.join(OBJECTIVES)}"
             )
 
@@ -86,12 +87,12 @@ class Plan(ABC):
         """Return the settings of one run, with the task's and the method's defaults.
 
         Raises:
-            PlanError: a value is invalid.
+            SweepError: a value is invalid.
         """
         try:
             return Settings.of(self.task, method, scale=self.scale, **chosen)
         except (TypeError, ValueError) as error:
-            raise PlanError(str(error)) from None
+            raise SweepError(str(error)) from None
 
 
 def label(settings: Mapping[str, Any]) -> str:
@@ -110,20 +111,20 @@ def check_axes(axes: Axes) -> None:
     """Check that there is a method, that each axis has values, and that a method has each option.
 
     Raises:
-        PlanError: a check failed.
+        SweepError: a check failed.
     """
     if not axes.get("method"):
-        raise PlanError("name at least one method")
+        raise SweepError("name at least one method")
     try:
         known = {name: methods.options_of(methods.find(name)) for name in axes["method"]}
     except ValueError as error:
-        raise PlanError(str(error)) from None
+        raise SweepError(str(error)) from None
     for name, values in axes.items():
         if not values:
-            raise PlanError(f"{name} has no values")
+            raise SweepError(f"{name} has no values")
         if name not in SHARED and not any(name in options for options in known.values()):
             has = "; ".join(f"{one} has {', '.join(known[one]) or 'none'}" for one in known)
-            raise PlanError(f"no chosen method has an option {name!r}: {has}")
+            raise SweepError(f"no chosen method has an option {name!r}: {has}")
 
 
 def axes_of(method: str, axes: Axes) -> dict[str, Sequence[Any]]:

@@ -18,8 +18,8 @@ from pdecay.lab.sweep.plan import (
     SHARED,
     Axes,
     Plan,
-    PlanError,
     Sample,
+    SweepError,
     axes_of,
     check_axes,
     describe_axes,
@@ -37,7 +37,7 @@ class Range:
 
     def __post_init__(self) -> None:
         if not self.low < self.high:
-            raise PlanError(f"a range must be LOW:HIGH with LOW < HIGH, got {self}")
+            raise SweepError(f"a range must be LOW:HIGH with LOW < HIGH, got {self}")
 
     def __str__(self) -> str:
         return f"{self.low:g}:{self.high:g}"
@@ -86,15 +86,15 @@ class Search(Plan):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sampler not in SAMPLERS:
-            raise PlanError(
+            raise SweepError(
                 f"there is no sampler {self.sampler!r}; there are {', '.join(SAMPLERS)}"
             )
         if self.trials < 1:
-            raise PlanError(f"trials must be at least 1, got {self.trials}")
+            raise SweepError(f"trials must be at least 1, got {self.trials}")
         check_axes(self.axes)
         for name, values in self.axes.items():
             if len(values) > 1 and any(isinstance(value, Range) for value in values):
-                raise PlanError(f"{name} takes one range or several values, not both")
+                raise SweepError(f"{name} takes one range or several values, not both")
         for method in self.axes["method"]:
             self._check_values(method)
 

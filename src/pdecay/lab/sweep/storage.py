@@ -23,14 +23,11 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from pdecay._utils.errors import root_cause
 from pdecay._utils.files import lock
+from pdecay.lab.sweep.plan import SweepError
 
 JOURNAL = "study.log"
 
 _ATTEMPTS = 8  # at the tables of a new database
-
-
-class StorageError(Exception):
-    """The study's storage cannot be opened; the message says why and what to do."""
 
 
 @contextmanager
@@ -63,7 +60,7 @@ def with_driver(url: str) -> str:
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
-        raise StorageError(
+        raise SweepError(
             f"--storage must be a database URL, such as postgresql://user@host/name, got {url!r}; "
             "leave it out for a journal file in the --out folder"
         )
@@ -78,7 +75,7 @@ def open_journal(folder: Path) -> BaseStorage:
     try:
         return JournalStorage(JournalFileBackend(str(path), lock_obj=_JournalLock(path)))
     except (ValueError, KeyError) as error:
-        raise StorageError(
+        raise SweepError(
             f"{path} is not an Optuna journal, or was altered ({error!r}): give another --out"
         ) from None
 
@@ -132,12 +129,12 @@ def _open_database(url: str, grace: float) -> RDBStorage:
         try:
             return _Database(url, grace)
         except (ImportError, ValueError, sqlalchemy.exc.ArgumentError) as error:
-            raise StorageError(_explain(url, error)) from None
+            raise SweepError(_explain(url, error)) from None
         except (sqlalchemy.exc.SQLAlchemyError, StorageInternalError) as error:
             # Launchers that create the tables at the same time disturb each other: retry. A
             # server that does not answer is reported at once.
             if attempt == _ATTEMPTS or isinstance(error, sqlalchemy.exc.OperationalError):
-                raise StorageError(_explain(url, error)) from None
+                raise SweepError(_explain(url, error)) from None
             time.sleep(random.uniform(0.1, 0.5))
     raise AssertionError("the last attempt returns or raises")
 

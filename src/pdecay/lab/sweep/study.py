@@ -23,14 +23,10 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from pdecay.lab.sweep.plan import OBJECTIVES, Plan, difference
+from pdecay.lab.sweep.plan import OBJECTIVES, Plan, SweepError, difference
 from pdecay.lab.train.records import Record
 
 ATTEMPTS = 3  # at a cell that raises
-
-
-class StudyError(Exception):
-    """A study cannot be started or joined; the message says why and what to do."""
 
 
 @dataclass
@@ -87,7 +83,7 @@ class SweepStudy:
         """Create a study and queue its cells; with `resume`, continue or join an existing one.
 
         Raises:
-            StudyError: the study exists and `resume` is False, or it has another plan.
+            SweepError: the study exists and `resume` is False, or it has another plan.
         """
         try:
             storage.create_new_study(
@@ -97,7 +93,7 @@ class SweepStudy:
             if not resume:
                 existing = cls(storage, name, plan)
                 existing.check_plan()
-                raise StudyError(
+                raise SweepError(
                     f"the study {name!r} exists ({existing.standing()}): give --resume to continue "
                     "or join it, or another --out to start a new one"
                 ) from None
@@ -114,7 +110,7 @@ class SweepStudy:
         The first trial decides between two launchers that start at once with different plans.
 
         Raises:
-            StudyError: the study has another plan.
+            SweepError: the study has another plan.
         """
         trials = self.trials()
         if not trials or trials[0].user_attrs.get("plan") == self.plan.identity:
@@ -125,10 +121,10 @@ class SweepStudy:
         theirs = trials[0].user_attrs.get("description")
         name = self.optuna.study_name
         if theirs is None:
-            raise StudyError(
+            raise SweepError(
                 f"the study {name!r} was not created by pdecay sweep: give another --study"
             )
-        raise StudyError(
+        raise SweepError(
             f"the study {name!r} was started with other settings: "
             f"{difference(theirs, self.plan.description)}. To continue it, give its settings and "
             "--resume; to start a new one, give another --out (pdecay report takes several folders)"

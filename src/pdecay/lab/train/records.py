@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pdecay._utils.errors import UserError
 from pdecay._utils.files import replacing
 
 SCHEMA = 1
@@ -54,7 +55,7 @@ _RECORD: _Fields = {
 _STATUS = ("ok", "diverged")
 
 
-class RecordError(Exception):
+class RecordError(UserError):
     """Records that cannot be read or written. The message says which, why and what to do."""
 
 

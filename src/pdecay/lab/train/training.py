@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from pdecay._core.validation import check_count
 from pdecay._optim.attachment import is_decaying
 from pdecay._optim.kernels.selection import kernel_for
+from pdecay._utils.errors import UserError
 from pdecay._utils.files import LockedError, lock, remove_unfinished, replacing
 from pdecay.lab import machine
 from pdecay.lab.tasks import cached_task
@@ -36,7 +37,7 @@ __all__ = ["Progress", "RunError", "Settings", "StoppedError", "train"]
 CHECKPOINT, RECORD, WEIGHTS = "checkpoint.pt", "record.jsonl", "weights.pt"
 
 
-class RunError(Exception):
+class RunError(UserError):
     """A run that cannot start or resume in its folder. The message says why and what to do."""
 
 
