@@ -203,7 +203,9 @@ def test_documented_commands_and_methods_exist():
     for line in re.findall(r"^pdecay (train .*)$", text, re.MULTILINE):
         cli._parser().parse_args(line.split())
     rows = dict(
-        re.findall(r"^\| `([\w-]+)` \|.*\| ([^|]*) \|$", text.split("## Methods")[1], re.MULTILINE)
+        re.findall(
+            r"^\| `([a-z][\w-]*)` \|.*\| ([^|]*) \|$", text.split("## Methods")[1], re.MULTILINE
+        )
     )
     assert {name: re.findall(r"`(\w+)`", options) for name, options in rows.items()} == {
         name: options_of(method) for name, method in METHODS.items()
