@@ -15,7 +15,7 @@ from torch import nn
 
 from pdecay.lab.methods import METHODS, Run
 from pdecay.lab.models import MLP
-from pdecay.lab.train import records, training
+from pdecay.lab.train import checkpoint, records, training
 from pdecay.lab.train.loop import lr_factor
 from pdecay.lab.train.training import RunError, Settings, StoppedError, train
 
@@ -325,6 +325,23 @@ def test_damaged_checkpoint_is_refused(tmp_path, monkeypatch, content):
     with pytest.raises(RunError, match=r"checkpoint.pt is not a checkpoint .* delete it to start"):
         train(settings, tmp_path)
     assert not (tmp_path / "pwned").exists()
+
+
+def test_every_zeroed_block_of_a_checkpoint_is_detected(tmp_path):
+    path = tmp_path / training.CHECKPOINT
+    stopped_at(settings_of("padam"), tmp_path, 5)
+    whole = path.read_bytes()
+    expected = checkpoint.load(path)
+    size = 512
+    for start in range(0, len(whole), size):
+        zeroed = whole[:start] + bytes(size) + whole[start + size :]
+        path.write_bytes(zeroed[: len(whole)])
+        if path.read_bytes() == whole:  # the block was zero before
+            continue
+        with pytest.raises(checkpoint.DamagedError):
+            checkpoint.load(path)
+    path.write_bytes(whole[:-32])  # written by an earlier version, which added no digest
+    assert checkpoint.load(path)["settings"] == expected["settings"]
 
 
 HOLDER = """

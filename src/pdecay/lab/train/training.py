@@ -9,7 +9,6 @@ as the threads, the device and the kernel are the same. The loop is in :mod:`pde
 
 from __future__ import annotations
 
-import pickle
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from pdecay._utils.errors import UserError
 from pdecay._utils.files import LockedError, lock, remove_unfinished, replacing
 from pdecay.lab import machine
 from pdecay.lab.tasks import cached_task
-from pdecay.lab.train import records
+from pdecay.lab.train import checkpoint, records
 from pdecay.lab.train.loop import Trainer
 from pdecay.lab.train.records import Record
 from pdecay.lab.train.run_settings import Settings
@@ -144,8 +143,7 @@ def _train(
             if stopping or time.monotonic() - last_checkpoint >= checkpoint_every:
                 history["seconds"] = time.monotonic() - began
                 state = {"settings": settings.to_dict(), "trainer": trainer.state_dict()}
-                with replacing(folder / CHECKPOINT) as file:
-                    torch.save({**state, "history": history}, file)
+                checkpoint.save(folder / CHECKPOINT, {**state, "history": history})
                 last_checkpoint = time.monotonic()
             if stopping:
                 raise StoppedError(f"stopped at step {trainer.step} of {trainer.steps}")
@@ -244,14 +242,11 @@ def _load_checkpoint(path: Path, settings: Settings) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        saved = checkpoint.load(path)
         found, _, _ = saved["settings"], saved["trainer"], saved["history"]
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
-        reason = "it holds more than numbers and tensors"
-        if not isinstance(error, pickle.UnpicklingError):
-            reason = str(error).partition("\n")[0]
+    except (checkpoint.DamagedError, KeyError) as error:
         raise RunError(
-            f"{path} is not a checkpoint of a run ({reason}): it was altered, truncated or written "
+            f"{path} is not a checkpoint of a run ({error}): it was altered, truncated or written "
             "by another version; delete it to start the run again"
         ) from None
     _check_same(path.parent, found, settings)

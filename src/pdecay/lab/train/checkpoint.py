@@ -1,0 +1,71 @@
+"""Checkpoint files: a ``torch.save`` file followed by its SHA-256 digest.
+
+``torch.load`` verifies no checksums, so that a block of zeros, as a failing disk leaves it, would
+silently change the state of a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from pdecay._utils.files import replacing
+
+_DIGEST_SIZE = hashlib.sha256().digest_size
+# The last record of a zip archive, 22 bytes from its end. Earlier versions wrote no digest.
+_ZIP_END, _ZIP_END_SIZE = b"PK\5\6", 22
+
+
+class DamagedError(Exception):
+    """A checkpoint that cannot be loaded; the message gives the reason."""
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Replace a checkpoint by a new state, atomically."""
+    with replacing(path) as file:
+        hashing = _HashingWriter(file)
+        torch.save(state, cast("BinaryIO", hashing))
+        file.write(hashing.digest.digest())
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint, with all tensors on the CPU.
+
+    Raises:
+        DamagedError: if the file is damaged or is not a checkpoint.
+    """
+    content = path.read_bytes()
+    body, digest = content[:-_DIGEST_SIZE], content[-_DIGEST_SIZE:]
+    if hashlib.sha256(body).digest() != digest:
+        if not content[-_ZIP_END_SIZE:].startswith(_ZIP_END):
+            raise DamagedError("its contents do not match its digest")
+        body = content
+    try:
+        loaded = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise DamagedError("it holds more than numbers and tensors") from None
+    except Exception as error:  # a damaged file can raise any error
+        raise DamagedError(str(error).partition("\n")[0]) from None
+    if not isinstance(loaded, dict):
+        raise DamagedError(f"it holds a {type(loaded).__name__}, expected a dict")
+    return loaded
+
+
+class _HashingWriter:
+    """A writer that computes the digest of the data while ``torch.save`` writes it in order."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
