@@ -38,7 +38,7 @@ PENALTIES = [
 
 
 def objective(u, x, pairs):
-    """``sum_k (lam_k / p_k) u^p_k + (u - x)^2 / 2`` for u >= 0, without its large part x^2 / 2."""
+    """Return ``sum_k (lam_k / p_k) u^p_k + (u - x)^2 / 2 - x^2 / 2`` for u >= 0."""
     total = u * (u / 2 - x)
     for p, lam in pairs:
         total = total + (lam * (u > 0) if p == 0 else lam / p * u**p)
@@ -46,7 +46,7 @@ def objective(u, x, pairs):
 
 
 def brute_force(x, pairs):
-    """The best objective over a dense grid of [0, x], and over ever finer ones around its best."""
+    """Return the lowest objective on a grid over [0, x] that is refined around its minimum."""
     low, high, best = 0.0, x, 0.0
     for _ in range(12):
         grid = np.concatenate([[0.0], np.linspace(low, high, 1001)])
@@ -60,7 +60,7 @@ def brute_force(x, pairs):
 
 
 def assert_minimises(u, x, pairs):
-    """u is a minimiser, as far as double precision can tell, and a root to the last bits."""
+    """Check that u is a minimiser within double precision, and a root to the last bits."""
     assert 0 <= u <= x
     scale = x * x + sum(lam / max(p, 0.5) * (x**p if u else 0) for p, lam in pairs)
     best = objective(brute_force(x, pairs), x, pairs)
@@ -73,22 +73,22 @@ def assert_minimises(u, x, pairs):
 
 class TestKnownAnswers:
     @frameworks
-    def test_soft_threshold(self, array):
+    def test_p_1_is_soft_threshold(self, array):
         result = prox.lp(array([-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5]), 1, 1.0)
         assert result.tolist() == [-2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.5]
 
     @frameworks
-    def test_hard_threshold(self, array):
+    def test_p_0_is_hard_threshold(self, array):
         result = prox.lp(array([-3.0, -2.0, -1.9, 0.0, 2.0, 2.1]), 0, 2.0)  # sqrt(2 * 2) = 2
         assert result.tolist() == [-3.0, 0.0, 0.0, 0.0, 0.0, 2.1]
 
     @frameworks
-    def test_ridge(self, array):
+    def test_p_2_is_ridge(self, array):
         assert prox.lp(array([-3.0, 0.0, 1.0]), 2, 0.5).tolist() == [-2.0, 0.0, 1 / 1.5]
 
     @frameworks
     @pytest.mark.parametrize(
-        ("p", "lam", "u"),  # w is chosen so that u is a root that can be seen: w = u + lam u^(p-1)
+        ("p", "lam", "u"),  # w = u + lam u^(p-1), so that the root u is known
         [
             (0.5, 1.0, 4.0),  # 4 + 1/2
             (2 / 3, 2.0, 8.0),  # 8 + 2/2
@@ -115,7 +115,7 @@ class TestKnownAnswers:
         assert below == 0
         assert above == pytest.approx(jump, rel=1e-12)
 
-    def test_tie_goes_to_zero(self):
+    def test_tie_gives_zero(self):
         # p = 1/2: r = 2/3 and a = (2/3)^(1/2) / 3 at the threshold; x = 3/2 gives u = 1, lam = 1/2.
         lam = 0.5
         assert objective(1.0, 1.5, [(0.5, lam)]) == 0
@@ -124,7 +124,7 @@ class TestKnownAnswers:
         assert prox.lp(np.array([2.0]), 0, 2.0).tolist() == [0]
 
     @pytest.mark.parametrize("p", [p for p in ALL_P if p >= 1])
-    def test_near_soft_threshold_and_ridge(self, p):
+    def test_p_near_1_and_2_is_close_to_the_limits(self, p):
         w = np.linspace(-3, 3, 101)
         np.testing.assert_allclose(prox.lp(w, 1 + 1e-9, 0.7), prox.lp(w, 1, 0.7), atol=1e-7)
         np.testing.assert_allclose(prox.lp(w, 2 + 1e-9, 0.7), prox.lp(w, 2, 0.7), atol=1e-8)
@@ -137,8 +137,8 @@ class TestBruteForce:
         st.floats(-3, 3).map(lambda e: 10**e),
         st.floats(-3, 3).map(lambda e: 10**e),
     )
-    def test_any_p(self, p, lam, x):
-        # Below, lam / p and u^p are too far apart to compare objectives in double precision.
+    def test_any_p_finds_the_minimum(self, p, lam, x):
+        # For smaller p, lam / p and u^p differ too much to compare objectives in double precision.
         p = 0.0 if p < 1e-6 else p
         assert_minimises(float(prox.lp(np.array([x]), p, lam)[0]), x, [(p, lam)])
 
@@ -155,25 +155,25 @@ class TestBruteForce:
         ),
         st.floats(-2, 2).map(lambda e: 10**e),
     )
-    def test_any_sum(self, pairs, x):
+    def test_any_sum_finds_the_minimum(self, pairs, x):
         penalty = Sum(tuple(Lp(p, lam) for p, lam in pairs))
         assert_minimises(float(prox.penalty_prox(penalty, np.array([x]), 1.0)[0]), x, pairs)
 
     @pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
-    def test_sums(self, penalty):
+    def test_chosen_sums_find_the_minimum(self, penalty):
         x = np.concatenate([np.logspace(-3, 2, 40), np.linspace(0.2, 2, 40)])
         for one, u in zip(x, prox.penalty_prox(penalty, x, 1.0), strict=True):
             assert_minimises(float(u), one, penalty.pairs())
 
 
 class TestIteration:
-    """The closed forms against the iteration, which knows nothing of them."""
+    """Closed forms compared with Newton's iteration."""
 
     @pytest.mark.parametrize(
         ("p", "closed"), [(1 / 2, prox._half), (2 / 3, prox._two_thirds)], ids=["1/2", "2/3"]
     )
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-    def test_below_1(self, p, closed, dtype):
+    def test_closed_forms_below_1_match_the_iteration(self, p, closed, dtype):
         r = 2 * (1 - p) / (2 - p)
         a = p / (2 - p) * r ** (1 - p) * torch.linspace(0, 1, 10001, dtype=dtype)
         torch.testing.assert_close(
@@ -184,7 +184,7 @@ class TestIteration:
         ("p", "closed"), [(3 / 2, prox._three_halves), (3, prox._three)], ids=["3/2", "3"]
     )
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-    def test_above_1(self, p, closed, dtype):
+    def test_closed_forms_above_1_match_the_iteration(self, p, closed, dtype):
         x = torch.logspace(-9, 9, 10001, dtype=dtype)
         for lam in (1e-6, 0.3, 1e6):
             torch.testing.assert_close(
@@ -217,7 +217,7 @@ class TestIteration:
 class TestProperties:
     @settings(max_examples=100, deadline=None)
     @given(st.floats(0, 4) | st.sampled_from(ALL_P), st.floats(-4, 4), st.integers(0, 1000))
-    def test_odd_shrinking_and_monotone(self, p, exponent, seed):
+    def test_is_odd_shrinking_and_monotone(self, p, exponent, seed):
         w = np.random.default_rng(seed).standard_normal(200) * 10**exponent
         w.sort()
         u = prox.lp(w, p, 0.3)
@@ -227,7 +227,7 @@ class TestProperties:
         assert (np.diff(u) >= -8 * EPS * np.abs(u[1:]) / min(1, abs(p - 1) or 1)).all()
 
     @pytest.mark.parametrize("p", ALL_P)
-    def test_stronger_shrinks_more(self, p):
+    def test_larger_lam_shrinks_more(self, p):
         w = np.linspace(-2, 2, 401)
         results = [np.abs(prox.lp(w, p, lam)) for lam in (0, 0.01, 0.1, 1, 10)]
         for weak, strong in itertools.pairwise(results):
@@ -241,8 +241,8 @@ class TestProperties:
         assert (step_u * step_u <= step_u * step_w + 1e-14).all()
 
     @pytest.mark.parametrize("p", ALL_P)
-    def test_scaling(self, p):
-        # prox of lam c^(2-p) at c w is c times prox of lam at w; c a power of 2 rounds nothing
+    def test_scales_with_the_weights(self, p):
+        # prox of lam c^(2-p) at c w is c times prox of lam at w; exact if c is a power of 2
         w = np.linspace(-3, 3, 1001)
         c = 2.0**8
         np.testing.assert_allclose(
@@ -253,7 +253,7 @@ class TestProperties:
 
     @frameworks
     @pytest.mark.parametrize("p", ALL_P)
-    def test_no_strength_returns_the_weights(self, array, p):
+    def test_zero_lam_returns_the_weights(self, array, p):
         w = array([-2.0, -0.0, 0.0, 5e-324, 1e-30, 1e300, math.inf])
         result = prox.lp(w, p, 0)
         assert result.tolist() == w.tolist()
@@ -261,7 +261,7 @@ class TestProperties:
         assert result is not w
 
     @pytest.mark.parametrize("p", ALL_P)
-    def test_zeros_are_positive(self, p):
+    def test_zeros_have_positive_sign(self, p):
         result = prox.lp(torch.tensor([-1e-9, -0.0, 0.0, 1e-9]), p, 1e9)
         zeros = result[result == 0]
         assert len(zeros) >= 2
@@ -273,7 +273,7 @@ class TestExtremes:
     @pytest.mark.parametrize(
         ("dtype", "most"), [(torch.float64, 30), (torch.float32, 18)], ids=["double", "single"]
     )
-    def test_tiny_and_huge(self, p, dtype, most):
+    def test_tiny_and_huge_weights(self, p, dtype, most):
         exponents = torch.linspace(-most, most, 61, dtype=torch.float64)
         w = torch.cat([10**exponents, -(10**exponents), torch.zeros(1)]).to(dtype)
         eps = torch.finfo(dtype).eps
@@ -286,7 +286,7 @@ class TestExtremes:
             alive = v > 0
             root = v + (lam * v ** (p - 1) if p else 0)
             torch.testing.assert_close(root[alive], x[alive], rtol=12 * eps * max(1, p), atol=0)
-            # Where p > 1 nothing is 0 but what is too small for the precision.
+            # For p > 1, only results that underflow are 0.
             if p > 1:
                 bound = torch.minimum(x, (x / lam) ** (1 / (p - 1)))
                 tiny = torch.finfo(dtype).smallest_normal * 2 ** (1 + max(1, 1 / (p - 1)))
@@ -294,7 +294,7 @@ class TestExtremes:
 
     @frameworks
     @pytest.mark.parametrize("p", ALL_P)
-    def test_what_is_not_finite_stays(self, array, p):
+    def test_non_finite_weights_are_unchanged(self, array, p):
         result = prox.lp(array([math.inf, -math.inf, math.nan, 1.0]), p, 0.01).tolist()
         assert result[:2] == [math.inf, -math.inf]
         assert math.isnan(result[2])
@@ -312,21 +312,21 @@ class TestExtremes:
         if p == 1e300:
             np.testing.assert_allclose(u, np.clip(w, -1, 1))
 
-    def test_subnormal_weights_go_to_zero(self):
+    def test_subnormal_weights_become_zero(self):
         assert prox.lp(torch.tensor([1e-40, -1e-40]), 2, 1e-3).tolist() == [0, 0]
 
 
 class TestArrays:
     @pytest.mark.parametrize("p", ALL_P)
-    def test_numpy_is_torch(self, p):
+    def test_numpy_matches_torch(self, p):
         w = np.random.default_rng(0).standard_normal((50, 40))
         ours = prox.lp(torch.from_numpy(w), p, 0.3).numpy()
-        tolerance = 8 * EPS / min(1, abs(p - 1) or 1)  # near p = 1, that of the problem itself
+        tolerance = 8 * EPS / min(1, abs(p - 1) or 1)  # p near 1 is ill-conditioned
         np.testing.assert_allclose(ours, prox.lp(w, p, 0.3), rtol=tolerance)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("p", [0, 0.5, 0.8, 1, 1.2, 2])
-    def test_half_precision_in_single(self, dtype, p):
+    def test_half_precision_computes_in_float32(self, dtype, p):
         w = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
         result = prox.lp(w, p, 0.01)
         assert result.dtype == dtype
@@ -345,7 +345,7 @@ class TestArrays:
 
     @frameworks
     @pytest.mark.parametrize("p", ALL_P)
-    def test_strength_for_each_weight(self, array, p):
+    def test_lam_may_differ_between_weights(self, array, p):
         w, lam = array([-2.0, 0.5, 3.0, -0.0, 1.0]), array([0.1, 0.2, 0.0, 0.0, 5.0])
         result = prox.lp(w, p, lam).tolist()
         each = [float(prox.lp(array([x]), p, float(y))[0]) for x, y in zip(w, lam, strict=True)]
@@ -353,12 +353,12 @@ class TestArrays:
         assert result[2] == 3.0
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-    def test_strength_keeps_the_dtype(self, dtype):
+    def test_array_lam_keeps_the_dtype(self, dtype):
         w, lam = torch.ones(3, dtype=dtype), torch.full((3,), 0.1, dtype=torch.float64)
         assert prox.lp(w, 0.8, lam).dtype == dtype
 
     @pytest.mark.parametrize("p", [0.8, 1, 2.5])
-    def test_pieces_are_the_whole(self, p, monkeypatch):
+    def test_splitting_into_pieces_changes_nothing(self, p, monkeypatch):
         w = torch.randn(7, 501, generator=torch.Generator().manual_seed(0)).T
         whole = prox.lp(w, p, 0.1)
         monkeypatch.setattr(prox, "_PIECE", 64)
@@ -366,14 +366,14 @@ class TestArrays:
         assert pieces.shape == w.shape
         torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=0)
 
-    def test_other_inputs(self):
+    def test_accepts_lists_and_integers(self):
         assert prox.lp([-3, 2], 1, 1).tolist() == [-2.0, 1.0]
         assert prox.lp(torch.tensor([-3, 2]), 1, 1).tolist() == [-2.0, 1.0]
         assert float(prox.lp(np.float64(3.0), 1, np.float32(1))) == 2.0
         assert prox.lp(torch.empty(0, 3), 0.8, 1).shape == (0, 3)
         assert prox.lp(torch.tensor(3.0), 0.8, 1).shape == ()
 
-    def test_no_gradient_and_nothing_in_place(self):
+    def test_has_no_gradient_and_is_not_in_place(self):
         w = torch.ones(3, requires_grad=True)
         result = prox.lp(w, 0.8, 0.1)
         assert not result.requires_grad
@@ -383,11 +383,11 @@ class TestArrays:
 class TestPenaltyProx:
     @frameworks
     @pytest.mark.parametrize("p", ALL_P)
-    def test_one_term_is_lp(self, array, p):
+    def test_one_term_equals_lp(self, array, p):
         w = array([-2.0, -0.1, 0.0, 0.5])
         assert (prox.penalty_prox(Lp(p, 0.5), w, 0.2) == prox.lp(w, p, 0.2 * 0.5)).all()
 
-    def test_equal_powers_add_up(self):
+    def test_lam_of_equal_p_add_up(self):
         w = np.linspace(-2, 2, 101)
         penalty = Lp(0.8, 0.1) + Lp(0.8, 0.3) + Lp(1.5, 0.0)
         np.testing.assert_allclose(
@@ -402,7 +402,7 @@ class TestPenaltyProx:
         assert result.tolist() == [-1.5, 0, 0, 1.0]
 
     @pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
-    def test_lr_on_a_device(self, penalty):
+    def test_lr_may_be_a_tensor(self, penalty):
         w = torch.linspace(-3, 3, 101, dtype=torch.float64)
         torch.testing.assert_close(
             prox.penalty_prox(penalty, w, torch.tensor(0.3, dtype=torch.float64)),
@@ -425,7 +425,7 @@ class TestPenaltyProx:
                 assert (u * w >= 0).all()
 
     @pytest.mark.parametrize("p", [0.5, 0.8, 1, 1.5, 2, 3])
-    def test_the_decay_step_approximates_it(self, p):
+    def test_decay_step_approximates_it(self, p):
         # To first order in lr both are w - lr * lam * |w|^(p-1).
         w = torch.tensor([-2.0, 0.5, 1.0, 3.0], dtype=torch.float64)
         penalty, lr = Lp(p, 0.3), 1e-4
@@ -435,23 +435,23 @@ class TestPenaltyProx:
 
 class TestErrors:
     @pytest.mark.parametrize("p", [-0.5, math.nan, math.inf])
-    def test_bad_p(self, p):
+    def test_invalid_p_raises(self, p):
         with pytest.raises(ValueError, match="p must be finite and >= 0"):
             prox.lp(np.ones(2), p, 0.1)
 
     @pytest.mark.parametrize("lam", [-1e-9, math.nan, math.inf])
-    def test_bad_lam(self, lam):
+    def test_invalid_lam_raises(self, lam):
         with pytest.raises(ValueError, match="lam must be finite and >= 0"):
             prox.lp(np.ones(2), 1, lam)
 
     @pytest.mark.parametrize("value", ["1", None, True, 1j, [0.1]])
-    def test_no_number(self, value):
+    def test_non_number_raises(self, value):
         with pytest.raises(TypeError, match="p must be a number"):
             prox.lp(np.ones(2), value, 0.1)
         with pytest.raises(TypeError, match="lam must be a number"):
             prox.lp(np.ones(2), 1, value)
 
-    def test_bad_step(self):
+    def test_invalid_lr_raises(self):
         with pytest.raises(ValueError, match="lr must be finite and >= 0, got -1"):
             prox.penalty_prox(Lp(1, 0.1), np.ones(2), -1)
         with pytest.raises(TypeError, match="needs an Lp or a sum of Lp"):

@@ -1,20 +1,21 @@
 """Exact proximal operators of the p-norm penalty.
 
-The decay step of this package is the proximal step of a surrogate, the penalty at a fixed auxiliary
-variable. Here is the proximal step of the penalty itself, by magnitude and with the sign kept:
+The decay step of this package is the proximal step of a surrogate: the penalty at a fixed auxiliary
+variable. This module computes the proximal step of the penalty itself,
 
     prox(w) = argmin_u  (lam / p) * |u|^p + (u - w)^2 / 2 .
 
-With ``x = |w|`` and ``u >= 0``, u is 0 or a root of ``u + lam * u^(p-1) = x``. For a sum of norms,
-whose lam at p = 0, 1 and 2 are l0, l1 and l2, three terms drop out of the equation in closed form:
+It keeps the sign of w, so only magnitudes matter. With ``x = |w|`` and ``u >= 0``, u is 0 or a root
+of ``u + lam * u^(p-1) = x``. In a sum of norms, the terms with p = 0, 1 and 2, whose lam are l0, l1
+and l2, have closed forms:
 
-- p = 2 divides: x, l0, l1 and every other lam are divided by 1 + l2 first;
-- p = 1 shifts: x becomes max(x - l1, 0);
-- p = 0 is a toll on u != 0: u stays only if it lowers the objective by more than l0.
+- p = 2 is a division: x, l0, l1 and every other lam are divided by 1 + l2;
+- p = 1 is a shift: x becomes max(x - l1, 0);
+- p = 0 is a constant cost of u != 0: u is kept only if it lowers the objective by more than l0.
 
-What is left is one equation with one power, or, for sums of odd powers, with several. In units of x
-it is ``r + a * r^(p-1) = 1`` with ``r = u / x`` and ``a = lam * x^(p-2)``, which has neither scale
-nor sign, so that nothing depends on how large or small the weights are.
+The remaining equation has one power, or several if the sum has several other terms. In units of x
+it is ``r + a * r^(p-1) = 1`` with ``r = u / x`` and ``a = lam * x^(p-2)``. Its accuracy does not
+depend on the scale of the weights.
 
 References:
     Xu, Chang, Xu and Zhang, L1/2 regularization: a thresholding representation theory, 2012.
@@ -39,26 +40,27 @@ from pdecay._core.validation import check_number
 
 Strength = Any  # a number >= 0, or an array of them that broadcasts against the weights
 
-# Weights at a time for each core of a CPU, whose caches then hold all that the iteration needs.
+# Number of weights that each CPU core processes at a time, so that intermediates fit its cache.
 _PIECE = 1 << 15
 
 
 def lp(w: Array, p: float, lam: Strength) -> Array:
-    """The exact proximal operator of ``(lam / p) * |w|^p``, elementwise.
+    """Return the exact proximal operator of ``(lam / p) * |w|^p``, elementwise.
 
-    ``argmin_u (lam / p) * |u|^p + (u - w)^2 / 2``. At p = 0 the penalty is ``lam * [u != 0]``, as
-    in :meth:`Penalty.value`, and the operator the hard threshold at ``sqrt(2 * lam)``; at p = 1 it
-    is the soft threshold at lam; at p = 2 it is ``w / (1 + lam)``. Below p = 1 it jumps: weights up
-    to a threshold give 0, where 0 and another value are equally good too.
+    The result is ``argmin_u (lam / p) * |u|^p + (u - w)^2 / 2``. At p = 0 the penalty is
+    ``lam * [u != 0]``, as in :meth:`Penalty.value`, and the operator is the hard threshold at
+    ``sqrt(2 * lam)``. At p = 1 it is the soft threshold at lam; at p = 2 it is ``w / (1 + lam)``.
+    For p < 1 it is discontinuous: weights up to and including a threshold become 0.
 
-    Closed forms at p = 0, 1/2, 2/3, 1, 3/2, 2 and 3, Newton's iteration elsewhere, both to a few
-    units in the last place. Half precision is computed in single precision. Of complex weights
-    the magnitude shrinks. The result is new, has the dtype of w, and carries no gradient.
+    p = 0, 1/2, 2/3, 1, 3/2, 2 and 3 have closed forms; other p use Newton's iteration. Both are
+    accurate to a few units in the last place. Half precision is computed in single precision. For
+    complex weights the magnitude shrinks. The result is a new array with the dtype of w and has no
+    gradient.
 
     Args:
         w: a numpy array or torch tensor.
         p: the norm, a number >= 0.
-        lam: its strength, a number >= 0 or an array of them; where it is 0, w comes back.
+        lam: its strength, a number >= 0 or an array of them; where it is 0, w is unchanged.
 
     Example:
         >>> lp(np.array([-3.0, 0.5, 2.0]), p=1, lam=1.0)
@@ -68,11 +70,11 @@ def lp(w: Array, p: float, lam: Strength) -> Array:
 
 
 def penalty_prox(penalty: Penalty, w_tilde: Array, lr: Strength) -> Array:
-    """The proximal step of a whole penalty: ``argmin_u lr * R(u) + |u - w_tilde|^2 / 2``.
+    """Return the proximal step of a penalty: ``argmin_u lr * R(u) + |u - w_tilde|^2 / 2``.
 
-    What ``penalty.factor(w_old, lr) * w_tilde`` approximates, without need of ``w_old``. It is
-    exact for every sum of norms: in the logarithm of u the equation's left side is convex, so that
-    it has at most two roots, of which only the larger can be the minimum.
+    The decay step ``penalty.factor(w_old, lr) * w_tilde`` approximates it. The proximal step does
+    not need ``w_old``. It is exact for every sum of norms: the left side of the equation is convex
+    in the logarithm of u, so it has at most two roots, and only the larger can be the minimum.
 
     Args:
         penalty: an :class:`Lp` or a sum of them.
@@ -95,14 +97,14 @@ def penalty_prox(penalty: Penalty, w_tilde: Array, lr: Strength) -> Array:
 
 
 def _strength(name: str, value: Strength) -> Strength:
-    """A number is checked; an array may lie on a device, and looking at it would mean to wait."""
+    """Check a number; return an array unchecked, since reading it would wait for its device."""
     if hasattr(value, "dtype") and not isinstance(value, numbers.Real):
         return value.detach() if isinstance(value, Tensor) else value
     return check_number(name, value)
 
 
 def _prox(w: Array, strengths: dict[float, Strength]) -> Array:
-    """The proximal operator of ``sum_p (strengths[p] / p) * |w|^p``."""
+    """Return the proximal operator of ``sum_p (strengths[p] / p) * |w|^p``."""
     w = _floating(w)
     strengths = {p: lam for p, lam in strengths.items() if not _is_zero(lam)}
     if not strengths:
@@ -124,10 +126,10 @@ def _prox_of_piece(w: Array, strengths: dict[float, Strength]) -> Array:
     total = sum(listed.values())
     with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
         u = _minimiser(x, listed)
-        # Subnormal results are on their way to 0, as in `magnitude`, which made such weights 0.
-        # So are those whose equation is 0/0, because a term of it underflowed.
+        # Set subnormal results to 0, as `magnitude` does for weights. The comparison also replaces
+        # NaN, the result of 0/0 where a term underflowed.
         u = xp.where(u >= float(xp.finfo(x.dtype).smallest_normal), u, 0.0)
-        # Rounding must not let a weight grow; what is not finite stays what it is.
+        # Rounding must not let a weight grow. Weights that are not finite are unchanged.
         u = xp.where((u < x) & (x < math.inf), u, x)
         if xp.isdtype(w.dtype, "real floating"):
             result = xp.where(w < 0, -u, u)
@@ -139,7 +141,7 @@ def _prox_of_piece(w: Array, strengths: dict[float, Strength]) -> Array:
 
 
 def _minimiser(x: Array, strengths: dict[float, Strength]) -> Array:
-    """The minimising u for each magnitude x; anything where x is 0 or not finite."""
+    """Return the minimising u for each magnitude x; undefined where x is 0 or not finite."""
     xp = namespace(x)
     l0, l1, l2 = (strengths.get(p, 0.0) for p in (0.0, 1.0, 2.0))
     strengths = {p: lam for p, lam in strengths.items() if p not in (0.0, 1.0, 2.0)}
@@ -161,18 +163,18 @@ def _minimiser(x: Array, strengths: dict[float, Strength]) -> Array:
         u, gain = _several(x, strengths)
     if _is_zero(l0):
         return u
-    # The objective falls by x^2 * gain from u = 0. Roots are compared: x^2 may underflow.
+    # Compared with u = 0, the objective is lower by x^2 * gain. Compare roots: x^2 may underflow.
     return xp.where(x * (2 * gain) ** 0.5 > (2 * l0) ** 0.5, u, 0.0)
 
 
 def _single(x: Array, p: float, lam: Strength) -> Array:
-    """The minimiser for one term, p not in {0, 1, 2}."""
+    """Return the minimiser for one term, p not in {0, 1, 2}."""
     xp = namespace(x)
     if p > 1:
         return _ABOVE_1.get(p, _newton_above_1)(x, p, lam)
-    # At the threshold the objective is that of u = 0. With the stationarity condition this gives
-    # r = 2 (1 - p) / (2 - p) there, so that all roots that count lie in [r, 1]: far from 0, where
-    # the power is singular, and where the equation's derivative is at least 1 - p / 2.
+    # At the threshold the objective has the same value as at u = 0. With the stationarity condition
+    # this gives r = 2 (1 - p) / (2 - p) there. All roots above the threshold are thus in [r, 1],
+    # away from the singularity at 0, where the equation's derivative is at least 1 - p / 2.
     r = 2 * (1 - p) / (2 - p)
     threshold = p / (2 - p) * r ** (1 - p)
     a = _a(x, p, lam)
@@ -181,13 +183,13 @@ def _single(x: Array, p: float, lam: Strength) -> Array:
 
 
 def _half(a: Array, p: float) -> Array:
-    """``r + a * r^(-1/2) = 1``: with z = sqrt(r) the cubic z^3 - z + a = 0, by Vieta's cosine."""
+    """Solve ``r + a * r^(-1/2) = 1``: with z = sqrt(r), the cubic z^3 - z + a = 0, by Vieta."""
     xp = _math(a)
     return 4 / 3 * xp.cos(xp.acos(-(27**0.5) / 2 * xp.clip(a, None, 0.3)) / 3) ** 2
 
 
 def _two_thirds(a: Array, p: float) -> Array:
-    """``r + a * r^(-1/3) = 1``: with z = r^(1/3) the quartic z^4 - z + a = 0, by Ferrari.
+    """Solve ``r + a * r^(-1/3) = 1``: with z = r^(1/3), the quartic z^4 - z + a = 0, by Ferrari.
 
     ``z^4 - z + a = (z^2 + m)^2 - 2 m (z + 1/(4m))^2`` if m^3 - a m - 1/8 = 0; its factor with the
     larger roots is z^2 - n z + m - 1/(2n), with n = sqrt(2m).
@@ -200,47 +202,48 @@ def _two_thirds(a: Array, p: float) -> Array:
 
 
 def _newton_below_1(a: Array, p: float) -> Array:
-    """The larger root of ``r + a * r^(p-1) = 1``, p < 1: convex, so from r = 1 down to it."""
+    """Return the larger root of ``r + a * r^(p-1) = 1``, p < 1; convex, so start from r = 1."""
     t = namespace(a).ones_like(a)
     return _newton(1.0, a, p, t)
 
 
 def _three_halves(x: Array, p: float, lam: Strength) -> Array:
-    """``u + lam * u^(1/2) = x``: a quadratic in sqrt(u), its root without cancellation."""
+    """Solve ``u + lam * u^(1/2) = x``, a quadratic in sqrt(u), without cancellation."""
     return (2 * x / (lam + _hypot(lam, 2 * x**0.5))) ** 2
 
 
 def _three(x: Array, p: float, lam: Strength) -> Array:
-    """``u + lam * u^2 = x``: a quadratic, its root without cancellation or overflow."""
+    """Solve ``u + lam * u^2 = x``, a quadratic in u, without cancellation or overflow."""
     return 2 * x / (1 + _hypot(1.0, 2 * lam**0.5 * x**0.5))
 
 
 def _newton_above_1(x: Array, p: float, lam: Strength) -> Array:
-    """The root of ``u + lam * u^(p-1) = x``, p > 1.
+    """Return the root of ``u + lam * u^(p-1) = x``, p > 1.
 
-    Neither term can be above x, so the root is below both ``x`` and ``(x / lam)^(1 / (p-1))``. In
-    units of the smaller of the two, no power can overflow and the root is not far below 1.
+    Neither term can exceed x, so the root is below both ``x`` and ``(x / lam)^(1 / (p-1))``. In
+    units of this upper bound, no power can overflow and the root is not far below 1.
     """
     xp = _math(x)
-    most = (x / lam) ** (1 / (p - 1))
-    most = xp.where(most < x, most, x)
-    # What the two terms are at u = most, in units of x. The larger is 1 up to the rounding of
-    # `most`, which matters: most may be the root of a small power, and x / lam a large number.
-    c = most / x
-    b = xp.where(most < x, lam / x * most ** (p - 1), _a(x, p, lam))
+    bound = (x / lam) ** (1 / (p - 1))
+    bound = xp.where(bound < x, bound, x)
+    # The two terms at u = bound, in units of x. The larger is 1 up to the rounding of `bound`. That
+    # rounding matters: for p close to 1, bound is a high power of x / lam.
+    c = bound / x
+    b = xp.where(bound < x, lam / x * bound ** (p - 1), _a(x, p, lam))
     t = xp.ones_like(x)
     if p < 2:
-        # Concave: Newton rises to the root, from its first step down or from a lower bound, which
-        # follows from the equation's slope in log u being at least p - 1.
+        # Concave: Newton's iteration increases towards the root. Start from its first step, which
+        # is below the root, or from a lower bound: the slope in log u is at least p - 1.
         first = 1 - (c + b - 1) / (c + (p - 1) * b)
         t = xp.maximum(first, (c + b) ** (-1 / (p - 1)))
-    return most * _newton(c, b, p, t)
+    return bound * _newton(c, b, p, t)
 
 
 def _newton(c: Array | float, b: Array, p: float, t: Array) -> Array:
-    """Newton's iteration for ``c * t + b * t^(p-1) = 1``, from a start on the side it is safe from.
+    """Solve ``c * t + b * t^(p-1) = 1`` by Newton's iteration.
 
-    Monotone and quadratic. The number of steps was measured: the most that any c and b need.
+    From a start on the safe side of the root, convergence is monotone and quadratic. The number of
+    steps is the measured maximum over all c and b.
     """
     single = namespace(t).finfo(t.dtype).bits == 32
     for _ in range((6 if single else 7) + math.ceil(math.log(min(max(p / 4, 1.0), 1e16)))):
@@ -250,24 +253,24 @@ def _newton(c: Array | float, b: Array, p: float, t: Array) -> Array:
 
 
 def _several(x: Array, strengths: dict[float, Strength]) -> tuple[Array, Array]:
-    """The minimiser for several terms, none with p in {0, 1, 2}, and what it gains.
+    """Return the minimiser for several terms, none with p in {0, 1, 2}, and its gain over u = 0.
 
-    Newton's iteration in y = log u for ``log(u + sum_k lam_k * u^(p_k - 1)) = log x``: the
-    logarithm of a sum of exponentials of linear functions of y is convex. Started to the right of
-    both roots it falls to the larger one, or, where there is none, to where the slope is no longer
-    positive; there the objective is above that of u = 0.
+    Newton's iteration in y = log u solves ``log(u + sum_k lam_k * u^(p_k - 1)) = log x``. The left
+    side is convex in y (log-sum-exp of linear functions). From the right of both roots, the
+    iteration decreases to the larger root. If there is no root, it stops where the slope is no
+    longer positive; there the objective is above its value at u = 0.
     """
     xp = _math(x)
     roots = {p: (x / lam) ** (1 / (p - 1)) for p, lam in strengths.items() if p > 1}
-    most = x
+    bound = x
     for root in roots.values():
-        most = xp.where(root < most, root, most)
+        bound = xp.where(root < bound, root, bound)
 
     def share(p: float, lam: Strength) -> Array:
-        """The term at u = most, in units of x."""
-        return (most / roots[p]) ** (p - 1) if p > 3 else lam / x * most ** (p - 1)
+        """Return the term at u = bound, in units of x."""
+        return (bound / roots[p]) ** (p - 1) if p > 3 else lam / x * bound ** (p - 1)
 
-    c = most / x
+    c = bound / x
     shares = [(p, share(p, lam)) for p, lam in strengths.items()]
     t = xp.ones_like(x)
     for _ in range(_several_steps(strengths)):
@@ -275,7 +278,7 @@ def _several(x: Array, strengths: dict[float, Strength]) -> tuple[Array, Array]:
         total = c * t + sum(power for _, power in powers)
         slope = c * t + sum(q * power for q, power in powers)
         t = t * xp.where(slope > 0, total ** (-total / slope), 1.0)
-    u, r = most * t, c * t
+    u, r = bound * t, c * t
     gain = r * (1 - r / 2 - sum(b * t ** (p - 1) / p for p, b in shares))
     if min(strengths) < 1:
         u = xp.where(gain > 0, u, 0.0)
@@ -283,13 +286,13 @@ def _several(x: Array, strengths: dict[float, Strength]) -> tuple[Array, Array]:
 
 
 def _several_steps(strengths: dict[float, Strength]) -> int:
-    """Measured as in `_newton`. A power near 1 is near a constant, whose kink takes longer."""
+    """Return the number of iterations, measured as in `_newton`; p close to 1 needs more."""
     nearest = min(abs(p - 1) for p in strengths)
     return 10 + math.ceil(math.log(1 / min(max(nearest, 1e-16), 1.0)))
 
 
 def _a(x: Array, p: float, lam: Strength) -> Array:
-    """``a = lam * x^(p-2)``, written so that only a itself can overflow or underflow."""
+    """Return ``a = lam * x^(p-2)``, computed so that only a itself can overflow or underflow."""
     if p <= 3:
         return lam / x * x ** (p - 1)
     return (x * lam ** (1 / (p - 2))) ** (p - 2)
@@ -300,7 +303,7 @@ _ABOVE_1: dict[float, Callable[[Array, float, Strength], Array]] = {3 / 2: _thre
 
 
 def _math(x: Array) -> Any:
-    """The namespace that has a framework's mathematical functions too."""
+    """Return the namespace with the mathematical functions of the array's framework."""
     return torch if isinstance(x, Tensor) else namespace(x)
 
 
@@ -310,7 +313,7 @@ def _hypot(first: Strength, second: Array) -> Array:
 
 
 def _floating(w: Array) -> Array:
-    """The weights as an array of floating-point numbers that needs no gradient."""
+    """Convert the weights to a floating-point array without gradient."""
     if isinstance(w, Tensor):
         w = w.detach()
         return w if w.is_floating_point() or w.is_complex() else w.to(torch.float64)
@@ -322,7 +325,7 @@ def _floating(w: Array) -> Array:
 
 
 def _like(lam: Strength, x: Array) -> Strength:
-    """An array of strengths in the precision of the weights; a number as it is."""
+    """Convert an array of strengths to the precision of the weights; keep a number."""
     return lam if isinstance(lam, float) else namespace(x).astype(lam, x.dtype)
 
 

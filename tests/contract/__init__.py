@@ -1,1 +1,1 @@
-"""One contract for every optimizer: attached, it equals the paper's procedure taken literally."""
+"""Contract tests for every optimizer: with `attach`, it equals the paper's literal algorithm."""

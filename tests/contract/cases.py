@@ -1,4 +1,4 @@
-"""Every optimizer of the contract suite: how it is built, and what is peculiar to it."""
+"""The optimizers of the contract suite, how they are built, and their special properties."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pdecay
 from pdecay import Lp
 from pdecay._core.penalty import Penalty
 
-# Spread over the optimizers, one each: all kinds of p, and sums.
+# All kinds of p, and sums; each optimizer is tested with one of them.
 PENALTIES = [
     Lp(0.8, 0.5),
     Lp(0, 0.01),
@@ -30,7 +30,7 @@ PENALTIES = [
     Lp(0, 1e-3) + Lp(1, 0.1) + Lp(3, 0.1),
 ]
 
-# Decayed; spared for its one dimension; decayed; decayed, but never with a gradient.
+# Decayed; not decayed (one dimension); decayed; decayed, but without a gradient.
 SHAPES = ((6, 5), (5,), (4, 3, 2, 2), (3, 4))
 MATRICES = ((6, 5), (4, 3), (3, 4))
 
@@ -39,22 +39,22 @@ LearningRate = float | Callable[[dict[str, Any]], Any] | None
 
 @dataclass(frozen=True)
 class Case:
-    """One optimizer under contract.
+    """One optimizer of the suite.
 
     Attributes:
-        package, name: where it comes from and what it is called.
-        build: the plain optimizer on a list of parameters.
-        penalty: the decay that it gets.
-        shapes: its parameters; the last one never has a gradient.
-        closure: "" for gradients before the step; "closure" for a step that computes them; "graph"
-            for one that differentiates them again.
+        package, name: its package and class name.
+        build: constructs the plain optimizer from a list of parameters.
+        penalty: the decay to attach.
+        shapes: shapes of the parameters; the last one never has a gradient.
+        closure: "" if gradients are computed before the step; "closure" if the step computes them;
+            "graph" if the step differentiates them again.
         sparse: whether the gradients are sparse.
-        lr: what ``attach`` is given as ``lr``.
-        inner: from the optimizer to the one that is attached to, where it only wraps another.
-        own: a class of pdecay, which needs no ``attach``; `build` is then its torch twin.
-        plain_state: whether its own state loads with ``weights_only=True``.
-        resumes: whether it resumes to the bit when nothing is attached to it.
-        takes_zero: whether it can step at a learning rate of 0 when nothing is attached to it.
+        lr: the argument ``lr`` of ``attach``.
+        inner: returns the wrapped optimizer, to which the decay is attached, for wrappers.
+        own: a class of pdecay, which needs no ``attach``; `build` is then its torch equivalent.
+        plain_state: whether its state loads with ``weights_only=True``.
+        resumes: whether the plain optimizer resumes bit-exactly.
+        takes_zero: whether the plain optimizer supports a learning rate of 0.
     """
 
     package: str
@@ -76,7 +76,7 @@ class Case:
 
 
 class Run:
-    """A case in training: its parameters, its optimizer, and steps that depend on t alone."""
+    """Training of one case: parameters, optimizer, and steps that are deterministic in t."""
 
     def __init__(self, case: Case, build: Callable[[list[nn.Parameter]], Optimizer]) -> None:
         self.case = case
@@ -88,8 +88,8 @@ class Run:
         self.optimizer = build(self.params)
         self.decaying = case.inner(self.optimizer)
 
-    def step(self, t: int, *, spare: tuple[int, ...] = ()) -> None:
-        """Step t, in which the parameters `spare` and the last one have no gradient."""
+    def step(self, t: int, *, skip: tuple[int, ...] = ()) -> None:
+        """Run step t, in which the parameters `skip` and the last one have no gradient."""
         torch.manual_seed(t)
 
         @torch.enable_grad()
@@ -100,7 +100,7 @@ class Run:
             for i, param in enumerate(self.params[:-1]):
                 target = torch.randn(param.shape, generator=seeded)
                 rows = torch.randint(len(param), (3,), generator=seeded)
-                if i in spare:
+                if i in skip:
                     continue
                 if self.case.sparse:
                     looked_up = nn.functional.embedding(rows, param, sparse=True)
@@ -115,7 +115,7 @@ class Run:
         else:
             closure()
             self.optimizer.step()
-            if self.case.closure == "graph":  # drop the graph's cycles
+            if self.case.closure == "graph":  # break the reference cycles of the graph
                 for param in self.params:
                     if param.grad is not None:
                         param.grad = param.grad.detach()
@@ -125,12 +125,12 @@ class Run:
 
 
 def plain(case: Case) -> Run:
-    """The optimizer without decay."""
+    """Return a run of the optimizer without decay."""
     return Run(case, case.build)
 
 
 def attached(case: Case, exact: dict[str, Any], penalty: Penalty | None = None) -> Run:
-    """The optimizer with the decay of this package."""
+    """Return a run of the optimizer with the decay of this package."""
     penalty = case.penalty if penalty is None else penalty
     if case.own is not None:
         return Run(case, lambda params: case.own(params, decay=penalty))
@@ -140,7 +140,7 @@ def attached(case: Case, exact: dict[str, Any], penalty: Penalty | None = None) 
 
 
 def literal(case: Case) -> Run:
-    """The optimizer with the decay as the paper writes it: copy, step, multiply."""
+    """Return a run of the optimizer with the paper's literal decay: copy, step, multiply."""
     run = plain(case)
     own_step = run.decaying.step
 
@@ -163,7 +163,7 @@ def literal(case: Case) -> Run:
 
 
 def _torch_cases() -> list[Case]:
-    """All of torch.optim, found and not listed, so that a new one is under contract at once."""
+    """Return all optimizers of torch.optim, found by inspection so that new ones are included."""
     peculiar: dict[str, dict[str, Any]] = {
         "Adadelta": {"build": lambda params: torch.optim.Adadelta(params, lr=0.1)},
         "LBFGS": {"closure": "closure", "build": lambda p: torch.optim.LBFGS(p, lr=0.1)},
@@ -179,7 +179,7 @@ def _torch_cases() -> list[Case]:
 
 
 def _own_cases() -> list[Case]:
-    """PAdam and PSGD, each against torch's optimizer, one tensor at a time and all at once."""
+    """Return PAdam and PSGD, each with torch's optimizer, as for-loop and as foreach."""
     cases = []
     for kind, foreach in (("for-loop", False), ("foreach", True)):
         cases += [
@@ -206,7 +206,7 @@ def _own_cases() -> list[Case]:
 
 
 def _third_party_cases() -> list[Case]:
-    """Of pytorch_optimizer: what steps on a bare list of parameters, and wrappers of it."""
+    """Return optimizers of pytorch_optimizer that accept a list of parameters, and wrappers."""
     po = pytorch_optimizer
 
     def split(cls: type) -> Callable[[list[nn.Parameter]], Optimizer]:
@@ -244,9 +244,9 @@ def _third_party_cases() -> list[Case]:
         "AdaHessian": {"closure": "graph"},
         "AdaMuon": {"build": split(po.AdaMuon)},
         "AdaShift": {"plain_state": False},  # a deque
-        "ASGD": {"takes_zero": False},  # it divides by its learning rate, as do FTRL and Gravity
+        "ASGD": {"takes_zero": False},  # divides by its learning rate, as FTRL and Gravity do
         "AliG": {"lr": lambda group: float(group.get("step_size", 0.0)), "closure": "closure"},
-        "Conda": {"plain_state": False},  # its projector is an object of its own
+        "Conda": {"plain_state": False},  # its state contains a projector object
         "DAdaptAdaGrad": {"lr": found_rate},
         "DAdaptAdam": {"lr": found_rate},
         "DAdaptAdan": {"lr": found_rate},
@@ -266,7 +266,7 @@ def _third_party_cases() -> list[Case]:
         "Prodigy": {"lr": found_rate},
         "Ranger21": {"build": lambda params: po.Ranger21(params, **with_iterations)},
         "SAM": {"build": over_sgd(po.SAM), "closure": "closure", "resumes": False},
-        "ScalableShampoo": {"plain_state": False},  # preconditioners are objects of their own
+        "ScalableShampoo": {"plain_state": False},  # its state contains preconditioner objects
         "ScheduleFreeAdamW": {"build": training(po.ScheduleFreeAdamW)},
         "ScheduleFreeRAdam": {"build": training(po.ScheduleFreeRAdam)},
         "ScheduleFreeSGD": {"build": training(po.ScheduleFreeSGD)},
@@ -283,11 +283,11 @@ def _third_party_cases() -> list[Case]:
     ]
 
 
-# Left out: AdaLOMO and LOMO (they step inside backward()), AdamMini, GSAM and WSAM (they want the
-# model), BSAM (all gradients), DeMo and DistributedMuon (a process group), LoRARite (pairs of
-# factors), MuonClip (query and key of attention), SafeFP16Optimizer (half precision), TRAC (starts
-# with updates of 1e-8 of their size, which float32 does not show), and Kron, SCION, SCIONLight and
-# SpectralSphere (up to a second a step).
+# Not tested: AdaLOMO and LOMO (they step inside backward()), AdamMini, GSAM and WSAM (they need the
+# model), BSAM (needs all gradients), DeMo and DistributedMuon (need a process group), LoRARite
+# (needs pairs of factors), MuonClip (needs query and key of attention), SafeFP16Optimizer (needs
+# half precision), TRAC (its first updates are too small for float32), and Kron, SCION, SCIONLight
+# and SpectralSphere (up to a second a step).
 THIRD_PARTY = """
 A2Grad ADOPT APOLLO ASGD AccSGD AdEMAMix AdaBelief AdaBound AdaDelta AdaFactor AdaGC AdaGO
 AdaHessian AdaMax AdaMod AdaMuon AdaNorm AdaPNM AdaShift AdaSmooth AdaTAM Adai Adalite Adam AdamC

@@ -1,4 +1,4 @@
-"""The contract: what holds for p-norm weight decay on every optimizer there is."""
+"""Contract tests: properties of p-norm weight decay that every optimizer must satisfy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .cases import CASES, PENALTIES, Case, attached, literal, plain
 
 pytestmark = [
     pytest.mark.filterwarnings(
-        # torch warns of a second derivative's reference cycle; the cases with one break it.
+        # torch warns about the reference cycle of a second derivative; these cases break it.
         "ignore:Using backward\\(\\) with create_graph=True:UserWarning"
     ),
 ]
@@ -30,7 +30,7 @@ def over(holds_for: Callable[[Case], Any] = lambda case: True) -> pytest.MarkDec
 @pytest.fixture(autouse=True)
 def _counted(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]):
     if "case" in request.fixturenames:
-        name, *_ = str(request.getfixturevalue("case")).split("[")  # PAdam is one, of two paths
+        name, *_ = str(request.getfixturevalue("case")).split("[")  # PAdam has two cases
         record_property("optimizer", name)
 
 
@@ -47,18 +47,18 @@ def test_equals_copy_step_multiply(case, exact, same):
 
 
 @over()
-def test_leaves_parameters_without_gradient_alone(case, exact, same):
+def test_parameters_without_gradient_are_unchanged(case, exact, same):
     ours, theirs = attached(case, exact), literal(case)
     start = ours.weights()
-    for t, spare in enumerate([(), (), (0,), (0,), ()]):
-        ours.step(t, spare=spare)
-        theirs.step(t, spare=spare)
+    for t, skip in enumerate([(), (), (0,), (0,), ()]):
+        ours.step(t, skip=skip)
+        theirs.step(t, skip=skip)
         assert same(ours.params, theirs.params), f"differs after step {t}"
     assert same(ours.params[-1].detach(), start[-1])
 
 
 @over(lambda case: any(len(shape) < 2 for shape in case.shapes))
-def test_spares_tensors_of_one_dimension(case, exact, same):
+def test_vectors_do_not_decay(case, exact, same):
     ours, undecayed = attached(case, exact), plain(case)
     ours.step(0)
     undecayed.step(0)
@@ -68,7 +68,7 @@ def test_spares_tensors_of_one_dimension(case, exact, same):
 
 
 @over(lambda case: case.takes_zero and "lr" in plain(case).decaying.param_groups[0])
-def test_follows_a_schedule_from_a_rate_of_zero(case, exact, same):
+def test_follows_schedule_from_zero_lr(case, exact, same):
     ours, theirs, undecayed = attached(case, exact), literal(case), plain(case)
     schedulers = [
         LambdaLR(run.decaying, lambda t: min(t / 3, 1)) for run in (ours, theirs, undecayed)
@@ -93,7 +93,7 @@ def test_resumes_from_a_checkpoint(case, exact, same):
     torch.save({"weights": through.weights(), "optimizer": through.optimizer.state_dict()}, file)
     file.seek(0)
 
-    resumed = attached(case, exact, penalty=Lp(1.25, 0.125))  # what the checkpoint replaces
+    resumed = attached(case, exact, penalty=Lp(1.25, 0.125))  # replaced by the checkpoint
     saved = torch.load(file, weights_only=case.plain_state)
     with torch.no_grad():
         for param, weight in zip(resumed.params, saved["weights"], strict=True):
@@ -107,7 +107,7 @@ def test_resumes_from_a_checkpoint(case, exact, same):
 
 
 @over(lambda case: case.own is None)
-def test_detach_gives_the_plain_optimizer_back(case, exact, same):
+def test_detach_restores_the_plain_optimizer(case, exact, same):
     ours, theirs = attached(case, exact), literal(case)
     for t in range(3):
         ours.step(t)
@@ -122,7 +122,7 @@ def test_detach_gives_the_plain_optimizer_back(case, exact, same):
     assert not any(_hooks(ours.decaying))
 
 
-def test_every_optimizer_of_torch_is_under_contract():
+def test_all_torch_optimizers_are_covered():
     names = {case.name for case in CASES if case.package == "torch.optim"}
     assert names >= {
         *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon"),
@@ -130,7 +130,7 @@ def test_every_optimizer_of_torch_is_under_contract():
     }
 
 
-def test_every_penalty_is_under_contract():
+def test_all_penalties_are_covered():
     assert {str(case.penalty) for case in CASES} == set(map(str, PENALTIES))
 
 

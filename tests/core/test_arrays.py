@@ -46,14 +46,14 @@ def weights(dtype):
 
 
 def bits(tensors):
-    """Equal bits, so that 0.0 and -0.0 differ and a NaN equals itself."""
+    """Compare bits, so that 0.0 and -0.0 differ and a NaN equals itself."""
     return [(t.dtype, t.shape, bytes(t.flatten().clone().untyped_storage())) for t in tensors]
 
 
 @dtypes
 @pytest.mark.parametrize("rate", RATES.values(), ids=RATES.keys())
 @pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
-def test_list_gives_the_bits_of_single_tensors(penalty, rate, dtype):
+def test_list_is_bit_identical_to_single_tensors(penalty, rate, dtype):
     tensors = weights(dtype)
     before = bits(tensors)
     listed = penalty.factor(TensorList(tensors), rate).tensors
@@ -69,7 +69,7 @@ def test_s_of_a_list(penalty):
 
 @pytest.mark.parametrize("rate", RATES.values(), ids=RATES.keys())
 @pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
-def test_foreach_steps_take_mixed_dtypes_in_order(penalty, rate):
+def test_foreach_steps_keep_order_of_mixed_dtypes(penalty, rate):
     tensors = [tensor for group in zip(*map(weights, DTYPES), strict=True) for tensor in group]
     single = decay_factors(tensors, penalty, rate)
     foreach = decay_factors(tensors, penalty, rate, foreach=True)
@@ -82,7 +82,7 @@ def test_foreach_steps_take_mixed_dtypes_in_order(penalty, rate):
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_no_tensors(foreach):
+def test_empty_list(foreach):
     assert decay_factors([], Lp(1, 0.1), 0.1, foreach=foreach) == []
     multiply_([], [], foreach=foreach)
 
@@ -90,7 +90,7 @@ def test_no_tensors(foreach):
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_is_rounded_once(dtype, foreach):
-    """w * factor in float32, then to half: not the factor to half first."""
+    """The product w * factor is computed in float32; the factor is not rounded first."""
     torch.manual_seed(1)
     w = torch.randn(500).to(dtype)
     (factor,) = decay_factors([w], Lp(1, 0.1), 0.1, foreach=foreach)
@@ -101,7 +101,7 @@ def test_half_precision_is_rounded_once(dtype, foreach):
 
 
 class TestTensorList:
-    def test_new_and_in_place(self):
+    def test_new_and_in_place_operators(self):
         tensors = [torch.tensor([1.0, 4.0]), torch.tensor([[9.0]])]
         x = TensorList(tensors)
         squares = x**2
@@ -118,14 +118,14 @@ class TestTensorList:
         assert first.tolist() == [(4 + 1) * 1 / 2, (6 + 16) * 16 / 2]
         assert tensors[1].item() == (8 + 81) * 81 / 2
 
-    def test_dtype_and_comparison(self):
+    def test_dtype_and_comparisons(self):
         x = TensorList([torch.tensor([1.0, 4.0], dtype=torch.float64)])
         assert x.dtype == torch.float64
         assert (x >= 2).tensors[0].tolist() == [False, True]
 
 
 class TestNamespace:
-    def test_each_framework_has_its_own(self):
+    def test_each_framework_has_its_namespace(self):
         assert namespace(np.zeros(1)) is np
         assert namespace(np.float64(1)) is np
         assert namespace(1.5) is np
@@ -133,7 +133,7 @@ class TestNamespace:
         assert namespace(torch.nn.Parameter(torch.zeros(1))) is namespace(torch.zeros(1))
         assert namespace(TensorList([])) is not namespace(torch.zeros(1))
 
-    def test_an_array_of_another_framework_names_its_own(self):
+    def test_array_api_object_provides_its_namespace(self):
         class Theirs:
             def __array_namespace__(self):
                 return "theirs"

@@ -20,7 +20,7 @@ from pdecay._core.reference import toy
 
 
 def toy_run(auxiliary, steps=150, make=PSGD):
-    """The paper's toy example through the public API."""
+    """Run the paper's toy example with the public API."""
     w = nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
     optimizer = make([w], auxiliary)
     weights = [1.0]
@@ -51,23 +51,23 @@ def make_attached(params, auxiliary):
         (Every(20, start=0.1), "s every 20 steps"),
     ],
 )
-def test_the_papers_toy_curves(make, auxiliary, curve):
+def test_reproduces_the_papers_toy_curves(make, auxiliary, curve):
     assert toy_run(auxiliary, make=make) == pytest.approx(toy(steps=150)[curve], abs=1e-14)
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.2, 1.0])
-def test_a_slow_s_converges_smoothly_too(rate):
+def test_slow_s_converges_monotonically(rate):
     weights = toy_run(Slow(rate), steps=4000, make=make_psgd)
     assert all(later <= earlier for earlier, later in itertools.pairwise(weights))
     assert weights[-1] == pytest.approx(0, abs=1e-6)
     assert min(weights) >= 0
 
 
-def test_rate_1_is_at_once_after_the_first_step():
+def test_rate_1_equals_instant_after_the_first_step():
     torch.manual_seed(0)
     models = [nn.Linear(5, 4), None]
     models[1] = copy.deepcopy(models[0])
-    # s starts where the paper's would be for a weight of 1; from then on both are the same
+    # s starts at the paper's value for a weight of 1; afterwards both are equal
     for model in models:
         nn.init.ones_(model.weight)
     slow = PSGD(models[0].parameters(), lr=0.1, decay=Lp(0.8, 0.1), auxiliary=Slow(1.0))
@@ -88,7 +88,7 @@ def test_rate_1_is_at_once_after_the_first_step():
     weight=st.one_of(st.just(0.0), st.floats(-1e18, 1e18)),
 )
 @settings(deadline=None, max_examples=200)
-def test_s_stays_positive_and_the_weight_bounded(rate, start, p, weight):
+def test_s_stays_positive_and_weight_bounded(rate, start, p, weight):
     w = nn.Parameter(torch.full((2, 2), weight))
     optimizer = PSGD([w], lr=1.0, decay=Lp(p, 0.5), auxiliary=Slow(rate, start))
     for _ in range(20):
@@ -104,7 +104,7 @@ def test_s_stays_positive_and_the_weight_bounded(rate, start, p, weight):
 
 
 class LoRA(nn.Module):
-    """A frozen weight, and a low-rank correction whose second factor starts at zero."""
+    """A frozen weight with a low-rank correction whose second factor is initialised to zero."""
 
     def __init__(self):
         super().__init__()
@@ -130,11 +130,11 @@ class ZeroInitResidual(nn.Module):
 
 @pytest.mark.parametrize("cls", [LoRA, ZeroInitResidual])
 @pytest.mark.parametrize("auxiliary", [Every(10), Slow(0.05)])
-def test_a_zero_initialised_layer_can_leave_zero(cls, auxiliary):
+def test_zero_initialised_layer_can_leave_zero(cls, auxiliary):
     torch.manual_seed(0)
     model = cls()
     params = [param for param in model.parameters() if param.requires_grad]
-    # no warning either: with an anchor the tensor does not freeze
+    # no warning: with a slow auxiliary variable the tensor does not freeze
     optimizer = PAdam(params, lr=1e-2, decay=Lp(0.8, 1e-2), auxiliary=auxiliary)
     target = torch.randn(32, 8)
     x = torch.randn(32, 8)
@@ -149,7 +149,7 @@ def test_a_zero_initialised_layer_can_leave_zero(cls, auxiliary):
     assert loss.item() < 0.95 * first
 
 
-def test_without_an_anchor_it_stays_at_zero_and_a_warning_says_so():
+def test_instant_s_keeps_zero_layer_and_warns():
     model = ZeroInitResidual()
     with pytest.warns(UserWarning, match=r"parameter 2 of group 0 \(8x8\)"):
         optimizer = PAdam(model.parameters(), decay=Lp(0.8, 1e-2), foreach=False)
@@ -160,7 +160,7 @@ def test_without_an_anchor_it_stays_at_zero_and_a_warning_says_so():
 
 @pytest.mark.parametrize("auxiliary", [Every(7, start=0.5), Slow(0.1)])
 @pytest.mark.parametrize("kind", ["PAdam", "PSGD", "attach"])
-def test_s_is_state_that_resumes_bit_exactly(auxiliary, kind, tmp_path):
+def test_s_resumes_bit_exactly(auxiliary, kind, tmp_path):
     def build():
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
@@ -197,7 +197,7 @@ def test_s_is_state_that_resumes_bit_exactly(auxiliary, kind, tmp_path):
         assert torch.equal(a, b)
 
 
-def test_the_anchor_follows_the_parameters_dtype():
+def test_anchor_has_the_parameters_dtype():
     model = nn.Linear(3, 3, dtype=torch.bfloat16)
     optimizer = PAdam(model.parameters(), decay=Lp(1, 0.1), auxiliary=Slow(0.5))
     model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
@@ -205,7 +205,7 @@ def test_the_anchor_follows_the_parameters_dtype():
     assert optimizer.state[model.weight]["anchor"].dtype == torch.bfloat16
 
 
-def test_a_step_with_rate_zero_changes_nothing():
+def test_step_with_zero_lr_changes_nothing():
     w = nn.Parameter(torch.ones(2, 2))
     optimizer = PSGD([w], lr=0.0, decay=Lp(0.5, 1.0), auxiliary=Every(2))
     w.grad = torch.ones_like(w)
@@ -215,7 +215,7 @@ def test_a_step_with_rate_zero_changes_nothing():
     assert torch.equal(w, torch.ones(2, 2))
 
 
-def test_a_groups_own_auxiliary():
+def test_group_may_have_its_own_auxiliary():
     a, b = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
     optimizer = PSGD([{"params": [a]}, {"params": [b], "decay_auxiliary": Every(3)}], lr=0.1)
     assert [group["decay_auxiliary"] for group in optimizer.param_groups] == [[], [3, 1.0, 1.0]]
@@ -233,12 +233,12 @@ def test_a_groups_own_auxiliary():
         (lambda: Slow(0.1, start=-1), "start must be finite and >= 0, got -1"),
     ],
 )
-def test_bad_settings(make, message):
+def test_invalid_settings_raise(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
-def test_something_that_is_no_auxiliary():
+def test_other_types_raise():
     w = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(TypeError, match="auxiliary must be Instant"):
         PSGD([w], auxiliary="slow")

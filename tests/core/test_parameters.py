@@ -15,17 +15,17 @@ from pdecay import (
 )
 from pdecay._core.parameters import decays_by_default, is_norm, is_zero, owners_of
 
-FROZEN = "all zero and would stay so"
+FROZEN = "all zero and would never change"
 
 
 def split(model, **options):
-    """The names of what decays and of what does not, in the model's order."""
+    """Return the names of the decayed and the other parameters, in the model's order."""
     names = {param: name for name, param in model.named_parameters()}
     return [[names[param] for param in group["params"]] for group in param_groups(model, **options)]
 
 
 def norm(name, shape=(4, 4)):
-    """A norm as other packages write it: by its class's name, with a weight of any shape."""
+    """Return a norm as in other packages: recognisable only by its class name."""
     module = type(name, (nn.Module,), {})()
     module.weight = nn.Parameter(torch.ones(shape))
     return module
@@ -56,7 +56,7 @@ class TestByDimension:
         assert decayed == ["0.weight", "1.weight", "3.weight"]
         assert spared == ["0.bias", "1.bias", "2.weight"]
 
-    def test_numbers(self):
+    def test_scalars_do_not_decay(self):
         class Scale(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -71,7 +71,7 @@ class TestByDimension:
         assert all("bias" in name for name in spared)
         assert len(decayed) == len(spared) == 4
 
-    def test_every_parameter_once_and_in_order(self):
+    def test_each_parameter_is_listed_once_and_in_order(self):
         model = nn.TransformerEncoderLayer(8, 2, 16)
         decayed, spared = split(model)
         names = [name for name, _ in model.named_parameters()]
@@ -105,7 +105,7 @@ class TestByKind:
         ],
         ids=lambda module: type(module).__name__,
     )
-    def test_norms_of_torch(self, module):
+    def test_torch_norms_are_excluded(self, module):
         assert is_norm(module)
         assert split(module)[0] == []
         assert not any(decays_by_default(param, owners) for param, owners in owners_of(module))
@@ -115,7 +115,7 @@ class TestByKind:
         [nn.BatchNorm1d(4), nn.LayerNorm((4, 4)), nn.GroupNorm(2, 4), nn.RMSNorm((4, 4))],
         ids=lambda module: type(module).__name__,
     )
-    def test_subclasses_by_any_name(self, module):
+    def test_subclasses_of_torch_norms_are_excluded(self, module):
         module.__class__ = type("Scale", (type(module),), {})
         assert is_norm(module)
         assert split(module)[0] == []
@@ -135,15 +135,15 @@ class TestByKind:
             "AdaptiveInstanceNorm",
         ],
     )
-    def test_norms_of_other_packages(self, name):
+    def test_norms_of_other_packages_are_excluded(self, name):
         model = nn.Sequential(nn.Linear(4, 4), norm(name))
         assert split(model) == [["0.weight"], ["0.bias", "1.weight"]]
 
     @pytest.mark.parametrize("name", ["Normalizer", "Enormous", "AbNormal", "Block"])
-    def test_other_names_are_no_norms(self, name):
+    def test_similar_names_are_not_norms(self, name):
         assert split(norm(name)) == [["weight"], []]
 
-    def test_what_a_norm_only_contains_is_judged_by_itself(self):
+    def test_children_of_norms_follow_their_own_rules(self):
         class LayerNormBlock(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -155,7 +155,7 @@ class TestByKind:
             ["norm.weight", "norm.bias", "linear.bias"],
         ]
 
-    def test_a_weight_that_a_norm_shares_is_spared(self):
+    def test_weight_shared_with_a_norm_is_excluded(self):
         model = nn.Sequential(nn.Linear(4, 4), norm("LlamaRMSNorm"))
         model[0].weight = model[1].weight
         assert split(model) == [[], ["0.weight", "0.bias"]]
@@ -172,13 +172,13 @@ class TestByName:
             (("*.weight",), []),
             ((pattern for pattern in ["0.*", "nothing"]), ["2.weight"]),
             ("?.bias", ["0.weight", "2.weight"]),
-            ("weight", ["0.weight", "2.weight"]),  # the whole name has to match
-            ("0.WEIGHT", ["0.weight", "2.weight"]),  # and so has the case
+            ("weight", ["0.weight", "2.weight"]),  # the full name must match
+            ("0.WEIGHT", ["0.weight", "2.weight"]),  # patterns are case-sensitive
             ("", ["0.weight", "2.weight"]),
             ([], ["0.weight", "2.weight"]),
         ],
     )
-    def test_exclude(self, exclude, decayed):
+    def test_exclude_matches_full_names(self, exclude, decayed):
         assert split(small(), exclude=exclude)[0] == decayed
 
     def test_include_wins(self):
@@ -199,7 +199,7 @@ class TestByName:
         ids=["PAdam", "PAdam foreach", "PSGD", "attach"],
     )
     @pytest.mark.parametrize("where", ["optimizer", "group"])
-    def test_an_included_vector_really_decays(self, make, where):
+    def test_included_vector_decays(self, make, where):
         model = small()
         penalty = Lp(1, 0.5)
         given = {"decay": penalty} if where == "group" else {}
@@ -216,7 +216,7 @@ class TestByName:
 
 
 class TestZeroTensors:
-    def test_are_spared(self):
+    def test_zero_tensors_are_excluded(self):
         model = small()
         nn.init.zeros_(model[2].weight)
         assert split(model) == [
@@ -224,7 +224,7 @@ class TestZeroTensors:
             ["0.bias", "1.weight", "1.bias", "2.weight", "2.bias"],
         ]
 
-    def test_one_number_makes_a_difference(self):
+    def test_one_nonzero_element_is_enough_to_decay(self):
         model = small()
         nn.init.zeros_(model[2].weight)
         model[2].weight.data[0, 0] = -1e-30
@@ -248,48 +248,48 @@ class TestZeroTensors:
     def test_is_zero(self, tensor, zero):
         assert is_zero(nn.Parameter(tensor)) is zero
 
-    def test_empty_and_meta_tensors_are_judged_by_the_rest(self):
+    def test_empty_and_meta_tensors_follow_the_other_rules(self):
         with torch.device("meta"):
             model = small()
         assert split(model)[0] == ["0.weight", "2.weight"]
 
 
 class TestTiedWeights:
-    def test_are_taken_once(self):
+    def test_tied_weights_are_listed_once(self):
         model = Tied()
         groups = param_groups(model)
         params = [param for group in groups for param in group["params"]]
         assert len(params) == len(set(params)) == len(list(model.parameters())) == 4
-        PAdam(groups, foreach=False)  # which refuses a parameter that comes twice
+        PAdam(groups, foreach=False)  # raises for duplicate parameters
 
     @pytest.mark.parametrize("name", ["embedding.weight", "head.weight"])
-    def test_match_by_any_name(self, name):
+    def test_tied_weights_match_by_any_name(self, name):
         assert split(Tied(), exclude=name)[0] == ["body.weight"]
         assert split(Tied(), exclude="*", include=name)[0] == ["embedding.weight"]
 
-    def test_shared_module(self):
+    def test_shared_modules_are_listed_once(self):
         shared = nn.Linear(4, 4)
         model = nn.ModuleDict({"first": shared, "second": shared})
         assert split(model, exclude="second.*") == [[], ["first.weight", "first.bias"]]
 
-    def test_owners_of_names_them_all(self):
+    def test_owners_of_yields_all_names(self):
         names = [[name for name, _ in owners] for _, owners in owners_of(Tied())]
         assert ["embedding.weight", "head.weight"] in names
         assert sum(map(len, names)) == 5
 
 
 class TestFrozenParameters:
-    def test_are_left_out(self):
+    def test_parameters_without_gradient_are_omitted(self):
         model = small()
         model[0].weight.requires_grad_(False)
         model[1].requires_grad_(False)
         assert split(model, include="0.weight") == [["2.weight"], ["0.bias", "2.bias"]]
 
-    def test_none_left_is_an_error(self):
+    def test_all_frozen_raises(self):
         with pytest.raises(ValueError, match="Sequential has no parameter that requires a grad"):
             param_groups(small().requires_grad_(False))
 
-    def test_no_parameters_is_an_error(self):
+    def test_no_parameters_raises(self):
         with pytest.raises(ValueError, match="nothing to optimize: ReLU"):
             param_groups(nn.ReLU())
 
@@ -301,13 +301,13 @@ class TestLazyModules:
         assert groups[0]["params"] == [model[0].weight, model[2].weight, model[2].bias]
         assert groups[1]["params"] == [model[0].bias]
 
-    def test_a_lazy_norm_is_spared(self):
+    def test_lazy_norms_are_excluded(self):
         model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d())
         decayed, spared = param_groups(model)
         assert decayed["params"] == [model[0].weight]
         assert spared["params"] == [model[0].bias, model[1].weight, model[1].bias]
 
-    def test_they_decay_once_they_have_a_shape(self):
+    def test_lazy_weights_decay_after_materialisation(self):
         model = nn.Sequential(nn.LazyLinear(8))
         optimizer = PSGD(param_groups(model), lr=0.1, decay=Lp(1, 0.5), foreach=False)
         loss = model(torch.ones(2, 3)).sum() * 0
@@ -320,7 +320,7 @@ class TestLazyModules:
 
 
 class TestDecay:
-    def test_none_leaves_it_to_the_optimizer(self):
+    def test_none_uses_the_optimizers_decay(self):
         decayed, spared = param_groups(small())
         assert "decay" not in decayed
         assert spared["decay"] is None
@@ -328,19 +328,19 @@ class TestDecay:
         assert [group["decay"] for group in optimizer.param_groups] == [[[0.7, 0.3]], []]
 
     @pytest.mark.parametrize("penalty", [Lp(0.8, 0.1), Lp(0.8, 0.1) + Lp(2, 0.3)], ids=repr)
-    def test_its_own_goes_before_the_optimizers(self, penalty):
+    def test_own_decay_overrides_the_optimizers(self, penalty):
         groups = param_groups(small(), penalty)
         assert groups[0]["decay"] == penalty
         optimizer = PAdam(groups, decay=Lp(2, 7), foreach=False)
         assert [group["decay"] for group in optimizer.param_groups] == [penalty.pairs(), []]
 
-    def test_pairs_as_a_checkpoint_holds_them(self):
+    def test_accepts_pairs_of_a_checkpoint(self):
         assert param_groups(small(), [[1, 0.5]])[0]["decay"].terms == (Lp(1, 0.5),)
 
-    def test_groups_fit_any_torch_optimizer(self):
+    def test_groups_work_with_any_torch_optimizer(self):
         torch.optim.RMSprop(param_groups(small(), Lp(1, 0.1)), lr=0.1)
 
-    def test_all_decayed_or_none(self):
+    def test_one_group_may_be_empty(self):
         assert split(nn.Linear(3, 3, bias=False)) == [["weight"], []]
         assert split(nn.LayerNorm(3)) == [[], ["weight", "bias"]]
         PAdam(param_groups(nn.Linear(3, 3, bias=False)), foreach=False)
@@ -349,23 +349,23 @@ class TestDecay:
 
 class TestErrors:
     @pytest.mark.parametrize("model", [None, "model", [], nn.Linear, torch.zeros(2, 2)], ids=str)
-    def test_not_a_module(self, model):
+    def test_non_module_raises(self, model):
         with pytest.raises(TypeError, match=f"needs a torch.nn.Module, got {type(model).__name__}"):
             param_groups(model)
 
-    def test_not_a_decay(self):
+    def test_invalid_decay_raises(self):
         with pytest.raises(TypeError, match=r"must be an Lp, .* got 0.1"):
             param_groups(small(), 0.1)
 
     @pytest.mark.parametrize("name", ["exclude", "include"])
     @pytest.mark.parametrize("patterns", [[1], ["0.*", None], [b"0.*"], 3, None], ids=repr)
-    def test_not_patterns(self, name, patterns):
+    def test_invalid_patterns_raise(self, name, patterns):
         with pytest.raises(TypeError, match=f"{name} must .*string"):
             param_groups(small(), **{name: patterns})
 
 
 class TestWarning:
-    """A zero-initialised tensor that decays would freeze: its name is told, once."""
+    """Decayed tensors that are initialised to zero are reported by name, once."""
 
     @staticmethod
     def zeroed():
@@ -374,7 +374,7 @@ class TestWarning:
         nn.init.zeros_(model[2].weight)
         return model
 
-    def test_from_param_groups_names_every_tensor(self):
+    def test_param_groups_warns_with_every_name(self):
         with pytest.warns(UserWarning, match=FROZEN) as caught:
             param_groups(self.zeroed(), Lp(1, 0.1), include="*.weight")
         assert len(caught) == 1
@@ -390,7 +390,7 @@ class TestWarning:
         ],
         ids=["PAdam", "PSGD", "attach"],
     )
-    def test_from_optimizers(self, make):
+    def test_optimizers_warn(self, make):
         with pytest.warns(UserWarning, match=FROZEN) as caught:
             make(self.zeroed().named_parameters(), Lp(1, 0.1))
         assert len(caught) == 1
@@ -402,7 +402,7 @@ class TestWarning:
         assert "parameter 0 of group 0 (8x4)" in message
         assert "parameter 4 of group 0 (2x8)" in message
 
-    def test_never_twice(self):
+    def test_each_tensor_is_reported_once(self):
         model = self.zeroed()
         with pytest.warns(UserWarning, match=FROZEN):
             groups = param_groups(model, Lp(1, 0.1), include="*.weight")
@@ -413,7 +413,7 @@ class TestWarning:
             PSGD(model.parameters(), foreach=False)
             attach(torch.optim.SGD(model.parameters()), Lp(1, 0.1))
 
-    def test_a_new_tensor_is_news(self):
+    def test_new_tensor_is_reported(self):
         model = self.zeroed()
         with pytest.warns(UserWarning, match=": 0.weight. "):
             param_groups(model, Lp(1, 0.1), include="0.weight")
@@ -423,25 +423,25 @@ class TestWarning:
     @pytest.mark.parametrize(
         ("decay", "options"),
         [
-            (Lp(1, 0.1), {}),  # spared
+            (Lp(1, 0.1), {}),  # excluded
             (None, {}),
-            (Lp(2, 0.1), {"include": "*.weight"}),  # zero is no fixed point
+            (Lp(2, 0.1), {"include": "*.weight"}),  # zero is not a fixed point
             (Lp(3, 0.1) + Lp(1, 0), {"include": "*.weight"}),
         ],
     )
-    def test_not_where_nothing_would_freeze(self, decay, options):
-        groups = param_groups(self.zeroed(), decay, **options)  # a warning is an error here
+    def test_no_warning_if_nothing_would_freeze(self, decay, options):
+        groups = param_groups(self.zeroed(), decay, **options)  # warnings are errors in the tests
         PAdam(groups, foreach=False)
         PAdam(self.zeroed().parameters(), decay=Lp(2, 0.1), foreach=False)
         PAdam(self.zeroed().parameters(), decay=None, foreach=False)
 
-    def test_not_where_s_follows_slowly(self):
+    def test_no_warning_with_a_slow_auxiliary(self):
         for auxiliary in (Every(10), Slow(0.1)):
             PAdam(self.zeroed().parameters(), auxiliary=auxiliary, foreach=False)
 
-    def test_not_of_zero_vectors_that_are_spared(self):
+    def test_no_warning_for_excluded_zero_vectors(self):
         PAdam([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(2, 2))], foreach=False)
 
-    def test_of_a_zero_vector_in_a_group_with_its_own_decay(self):
+    def test_warns_for_zero_vector_in_group_with_own_decay(self):
         with pytest.warns(UserWarning, match=r"parameter 0 of group 0 \(3\)"):
             PAdam([{"params": [nn.Parameter(torch.zeros(3))], "decay": Lp(1, 1)}], foreach=False)

@@ -53,7 +53,7 @@ class TestValue:
             (Lp(2, 0.5), [1.0, -2.0, 0.0], 1.25),  # (0.5 / 2) * 5
             (Lp(0.5, 3), [4.0, -9.0, 0.0], 30.0),  # (3 / 0.5) * (2 + 3)
             (Lp(3, 6), [1.0, -2.0], 18.0),
-            (Lp(0, 0.1), [0.0, -0.0, 5.0, -1e-9], 0.2),  # the count of what is not zero
+            (Lp(0, 0.1), [0.0, -0.0, 5.0, -1e-9], 0.2),  # lam times the number of non-zeros
             (Lp(1, 0), [1.0, 2.0], 0.0),
             (Lp(1, 0.1) + Lp(2, 0.5), [1.0, -2.0], 1.55),
             (Lp(1, 1), [], 0.0),
@@ -85,7 +85,7 @@ class TestValue:
         ],
         ids=repr,
     )
-    def test_extremes_are_no_nan(self, penalty, w):
+    def test_extremes_give_no_nan(self, penalty, w):
         assert penalty.value(torch.tensor(w)) == 0
 
     def test_half_precision_sums_in_float32(self):
@@ -112,31 +112,31 @@ class TestS:
         np.testing.assert_allclose(Lp(p, 0.3).s(array([-2.0, 0.5, 0.0])), expected, rtol=1e-15)
 
     @frameworks
-    def test_strength_plays_no_part_in_one_term(self, array):
+    def test_single_term_ignores_lam(self, array):
         w = array(W)
         assert (Lp(0.7, 0).s(w) == Lp(0.7, 5).s(w)).all()
 
     @frameworks
     @pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
-    def test_gives_the_factor(self, array, penalty):
+    def test_factor_follows_from_s(self, array, penalty):
         w, lr = array([*W, 0.0]), 0.3
         lam = sum(term.lam for term in penalty.terms)
         np.testing.assert_allclose(
             1 / (1 + lr * lam * penalty.s(w)), penalty.factor(w, lr), rtol=1e-14
         )
 
-    def test_sum_is_the_mean_weighted_by_lam(self):
+    def test_sum_is_mean_weighted_by_lam(self):
         s = (Lp(1, 3) + Lp(3, 1)).s(np.array([2.0]))
         np.testing.assert_allclose(s, [(3 * 0.5 + 1 * 2) / 4], rtol=1e-15)
 
-    def test_sum_of_no_strength_is_the_plain_mean(self):
+    def test_sum_with_zero_lam_is_unweighted_mean(self):
         s = (Lp(1, 0) + Lp(3, 0)).s(np.array([2.0]))
         np.testing.assert_allclose(s, [(0.5 + 2) / 2], rtol=1e-15)
 
     @pytest.mark.parametrize(
         ("w", "least"), [(np.zeros(2), 1e-322), (torch.zeros(2), 1e-50)], ids=["numpy", "float32"]
     )
-    def test_a_share_that_underflows_is_no_nan(self, w, least):
+    def test_underflowing_weight_gives_no_nan(self, w, least):
         s = (Lp(1, least) + Lp(2, 1e3)).s(w)
         assert (s == s).all()
 
@@ -183,7 +183,7 @@ class TestFactor:
             np.testing.assert_allclose(ours, theirs, rtol=1e-13, atol=1e-300)
 
     @frameworks
-    def test_order_of_a_sum_plays_no_part(self, array):
+    def test_order_of_terms_does_not_matter(self, array):
         w = array([*W, 0.0])
         terms = [Lp(0.5, 0.1), Lp(2, 0.2), Lp(3, 0.3)]
         first, *others = [sum(order).factor(w, 0.1) for order in itertools.permutations(terms)]
@@ -191,24 +191,24 @@ class TestFactor:
             np.testing.assert_allclose(other, first, rtol=1e-15)
 
     @frameworks
-    def test_split_strength_is_the_same(self, array):
+    def test_splitting_lam_changes_nothing(self, array):
         w = array([*W, 0.0])
         split = sum([Lp(0.7, 0.05)] * 4).factor(w, 0.1)
         np.testing.assert_allclose(split, Lp(0.7, 0.2).factor(w, 0.1), rtol=1e-15)
 
     @frameworks
     @pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
-    def test_no_rate_changes_nothing_not_even_a_zero(self, array, penalty):
+    def test_zero_lr_changes_nothing_even_at_zero(self, array, penalty):
         w = array([*W, 0.0, -0.0])
         assert (penalty.factor(w, 0.0) == 1).all()
         assert (sum(Lp(p, 0) for p, _ in penalty.pairs()).factor(w, 0.1) == 1).all()
 
     @frameworks
-    def test_term_without_strength_does_not_hold_zeros(self, array):
+    def test_term_with_zero_lam_does_not_freeze_zeros(self, array):
         assert (Lp(1, 0) + Lp(2, 1)).factor(array([0.0]), 1.0) == 0.5
 
     @pytest.mark.parametrize("lr", [0, 1, np.float32(0.5), np.int64(2), Fraction(1, 2)], ids=repr)
-    def test_any_real_lr(self, lr):
+    def test_accepts_any_real_lr(self, lr):
         np.testing.assert_allclose(
             Lp(1, 0.2).factor(np.array([0.5]), lr), 1 / (1 + 0.4 * float(lr)), rtol=1e-15
         )
@@ -216,7 +216,7 @@ class TestFactor:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
     @pytest.mark.parametrize("lr", [0.0, 1e-3, 0.25, 10.0])
     @pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
-    def test_lr_as_tensor(self, penalty, lr, dtype):
+    def test_accepts_lr_as_tensor(self, penalty, lr, dtype):
         w = torch.tensor([*W, 0.0], dtype=dtype)
         rate = torch.tensor(lr, dtype=torch.float64)
         factor = penalty.factor(w, rate)
@@ -225,7 +225,7 @@ class TestFactor:
         torch.testing.assert_close(factor, expected)
         assert rate.item() == lr
 
-    def test_lr_as_array(self):
+    def test_accepts_lr_as_array(self):
         w = np.array([*W, 0.0])
         for lr in (0.0, 0.1):
             np.testing.assert_allclose(
@@ -267,7 +267,7 @@ class TestKindsOfArray:
         ],
     )
     @pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
-    def test_complex_by_magnitude(self, penalty, make, dtype):
+    def test_complex_uses_magnitude(self, penalty, make, dtype):
         w = make([3 + 4j, -5j, 0.6 - 0.8j, 0j])
         size = [5.0, 5.0, 1.0, 0.0]
         factor = penalty.factor(w, 0.1)
@@ -278,7 +278,7 @@ class TestKindsOfArray:
     @pytest.mark.parametrize(
         "w", [[1, -2, 0], (1.0, -2.0, 0.0), np.array([1, -2, 0]), torch.tensor([1, -2, 0])]
     )
-    def test_lists_and_integers_in_float64(self, w):
+    def test_lists_and_integers_compute_in_float64(self, w):
         factor = Lp(1, 0.1).factor(w, 1.0)
         assert str(factor.dtype).endswith("float64")
         np.testing.assert_allclose(factor, [1 / 1.1, 1 / 1.05, 0], rtol=1e-15)
@@ -287,7 +287,7 @@ class TestKindsOfArray:
     @pytest.mark.parametrize(
         "w", [-2, -2.0, np.float64(-2), np.array(-2.0), torch.tensor(-2.0)], ids=repr
     )
-    def test_scalars(self, w):
+    def test_accepts_scalars(self, w):
         penalty = Lp(1, 0.1) + Lp(2, 0.3)
         assert float(penalty.factor(w, 1.0)) == pytest.approx(1 / 1.35)
         assert float(penalty.value(w)) == pytest.approx(0.8)
@@ -307,7 +307,7 @@ class TestKindsOfArray:
     )
     @pytest.mark.parametrize("framework", ["numpy", "torch"])
     @pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
-    def test_not_contiguous(self, penalty, framework, view):
+    def test_accepts_non_contiguous_arrays(self, penalty, framework, view):
         base = np.random.default_rng(0).normal(size=(4, 6))
         w = view(base if framework == "numpy" else torch.from_numpy(base))
         dense = np.ascontiguousarray(view(base))
@@ -340,7 +340,7 @@ class TestKindsOfArray:
         assert (w == before).all()
         assert magnitude(w) is not w
 
-    def test_positive_input_shares_no_memory(self):
+    def test_result_does_not_share_memory_with_positive_input(self):
         w = torch.rand(3) + 1
         for result in (Lp(1, 0.1).factor(w, 0.1), Lp(1, 0.1).factor(w, 0.0), Lp(1, 0.1).s(w)):
             assert result.data_ptr() != w.data_ptr()
@@ -354,7 +354,7 @@ class TestKindsOfArray:
         ],
         ids=["float32", "float64", "float16 is normal in float32"],
     )
-    def test_subnormal_numbers_are_zero(self, w, expected):
+    def test_subnormal_numbers_count_as_zero(self, w, expected):
         np.testing.assert_allclose(magnitude(w), expected, rtol=1e-6)
 
 
@@ -380,7 +380,7 @@ class TestBadNumbers:
         ],
         ids=lambda x: repr(x)[:12] if not isinstance(x, type) else x.__name__,
     )
-    def test_name_value_and_rule(self, name, value, error, rule):
+    def test_error_has_name_value_and_rule(self, name, value, error, rule):
         use = {
             "p": lambda p: Lp(p, 0.1),
             "lam": lambda lam: Lp(1, lam),
@@ -393,11 +393,11 @@ class TestBadNumbers:
         assert rule in message
         assert repr(value) in message
 
-    def test_tensor_is_no_setting(self):
+    def test_tensor_is_rejected(self):
         with pytest.raises(TypeError, match="p must be a number"):
             Lp(torch.tensor(1.0), 0.1)
 
-    def test_check_number_gives_a_float(self):
+    def test_check_number_returns_float(self):
         for value in (2, np.float32(2), np.int64(2), Fraction(4, 2)):
             assert type(check_number("x", value)) is float
             assert check_number("x", value) == 2
@@ -405,7 +405,7 @@ class TestBadNumbers:
 
 class TestObjects:
     @pytest.mark.parametrize("penalty", [Lp(1, 0.1), Lp(1, 0.1) + Lp(2, 0.1)], ids=repr)
-    def test_immutable(self, penalty):
+    def test_penalties_are_immutable(self, penalty):
         before = penalty.pairs()
         for field in dataclasses.fields(penalty):
             with pytest.raises(dataclasses.FrozenInstanceError):
@@ -421,7 +421,7 @@ class TestObjects:
         assert Lp(1, 0.1) + Lp(2, 3) != Lp(1, 0.1)
         assert len({Lp(1, 0.1), Lp(1.0, 0.1), Lp(2, 3) + Lp(1, 1), Lp(2, 3) + Lp(1, 1)}) == 2
 
-    def test_repr_builds_it_again(self):
+    def test_repr_round_trips(self):
         assert repr(Lp(1, 0.1)) == "Lp(p=1.0, lam=0.1)"
         for penalty in PENALTIES:
             assert eval(repr(penalty), {"Lp": Lp}) == penalty
@@ -432,7 +432,7 @@ class TestObjects:
         assert type(penalty.lam) is float
         assert penalty.pairs() == [[0.5, 2.0]]
 
-    def test_sums(self):
+    def test_addition_concatenates_terms(self):
         a, b, c = Lp(0.5, 1), Lp(1, 2), Lp(2, 3)
         assert (a + b).terms == (a, b)
         assert (a + b) + c == a + (b + c) == sum([a, b, c])
@@ -442,13 +442,13 @@ class TestObjects:
         assert all(isinstance(penalty, Penalty) for penalty in (a, a + b))
 
     @pytest.mark.parametrize("other", [1, 0.5, None, "Lp", [1, 2]], ids=repr)
-    def test_only_penalties_add(self, other):
+    def test_adding_other_types_raises(self, other):
         with pytest.raises(TypeError):
             Lp(1, 1) + other
         with pytest.raises(TypeError):
             other + Lp(1, 1)
 
-    def test_empty_sum_is_an_error(self):
+    def test_empty_sum_raises(self):
         with pytest.raises(ValueError, match="at least one Lp term, got none"):
             Sum(())
 
@@ -465,35 +465,35 @@ class TestObjects:
         ],
         ids=repr,
     )
-    def test_absorbs_says_whether_zeros_stay(self, penalty, absorbs):
+    def test_absorbs_if_zero_is_a_fixed_point(self, penalty, absorbs):
         assert penalty.absorbs is absorbs
         assert (penalty.factor(np.zeros(1), 0.1) == 0) == absorbs
 
     @pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
-    def test_copies(self, penalty):
+    def test_copies_and_pickles_are_equal(self, penalty):
         assert copy.deepcopy(penalty) == penalty
         assert pickle.loads(pickle.dumps(penalty)) == penalty
 
 
 class TestAsPenalty:
     @pytest.mark.parametrize("penalty", [None, *PENALTIES], ids=repr)
-    def test_penalties_pass(self, penalty):
+    def test_penalties_are_returned_unchanged(self, penalty):
         assert as_penalty(penalty) is penalty
 
     @pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
-    def test_pairs_as_a_checkpoint_holds_them(self, penalty):
+    def test_accepts_pairs_of_a_checkpoint(self, penalty):
         again = as_penalty(penalty.pairs())
         assert again.terms == penalty.terms
         assert as_penalty(tuple(map(tuple, penalty.pairs()))).terms == penalty.terms
 
-    def test_no_pairs_are_no_decay(self):
+    def test_empty_list_is_none(self):
         assert as_penalty([]) is None
         assert as_penalty(()) is None
 
     @pytest.mark.parametrize(
         "decay", [0.1, "Lp(1, 2)", "ab", [1, 0.1], [[1]], [[1, 2, 3]], {"p": 1}, Lp, object()]
     )
-    def test_anything_else_is_an_error(self, decay):
+    def test_other_types_raise(self, decay):
         with pytest.raises(TypeError, match="must be an Lp, a sum of Lp, None or a list"):
             as_penalty(decay)
 
@@ -506,6 +506,6 @@ class TestAsPenalty:
             (["ab"], TypeError, "got"),
         ],
     )
-    def test_bad_pairs(self, pairs, error, match):
+    def test_invalid_pairs_raise(self, pairs, error, match):
         with pytest.raises(error, match=match):
             as_penalty(pairs)

@@ -36,7 +36,7 @@ def vector(*values):
 
 
 def quadratic(shape=(3, 4)):
-    """A loss ``sum a (w - b)^2 / 2`` in the form of its gradient, and a start."""
+    """Return the gradient of the loss ``sum a (w - b)^2 / 2``, and initial weights."""
     torch.manual_seed(0)
     a, b, w = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
     return (lambda w: (a.abs() + 0.1) * (w - b)), w
@@ -75,8 +75,8 @@ class TestStep:
 
     @penalties
     @pytest.mark.parametrize("lr", [0.0, 1e-3, 0.5])
-    def test_is_the_factor(self, penalty, lr):
-        """The two forms of the one equation, with q and without."""
+    def test_equals_the_factor(self, penalty, lr):
+        """The forms of the equation with and without q agree."""
         w_old = vector(0, -0.0, 1e-200, 1e-9, -0.3, 1, 7, -1e6)
         w_tilde = vector(1, 2, 3, -4, 5, -6, 7, 8)
         expected = w_tilde * penalty.factor(w_old, lr)
@@ -84,7 +84,7 @@ class TestStep:
             pwd(w_tilde, w_old, penalty, lr), expected, rtol=1e-14, atol=1e-300
         )
 
-    def test_double_precision_and_shape(self):
+    def test_returns_double_precision_in_same_shape(self):
         w = torch.ones(2, 3, dtype=torch.float32)
         new = pwd(w, w, Lp(1, 0.1), 1.0)
         assert new.dtype == torch.float64
@@ -111,7 +111,7 @@ class TestAlgorithm1:
             )
             torch.testing.assert_close(w, expected, rtol=1e-15, atol=0)
 
-    def test_time_starts_at_one_and_the_start_is_left_alone(self):
+    def test_time_starts_at_one_and_input_is_unchanged(self):
         seen = []
         w = vector(1.0)
         algorithm_1(
@@ -128,9 +128,9 @@ class TestAlgorithm1:
 
     @penalties
     @pytest.mark.parametrize("foreach", [False, True])
-    def test_padam_with_a_schedule(self, penalty, foreach):
+    def test_padam_with_schedule_matches(self, penalty, foreach):
         gradient, start = quadratic()
-        start[0, 0] = 0  # which lr = 0 at the first step must not turn into NaN
+        start[0, 0] = 0  # lr = 0 at the first step must not turn it into NaN
 
         def schedule(epoch):  # a warm-up from 0, then a decay
             return min(epoch / 10, 1.0) * (1 - epoch / 100)
@@ -147,7 +147,7 @@ class TestAlgorithm1:
 
     @penalties
     @pytest.mark.parametrize("nesterov", [False, True])
-    def test_psgd_with_momentum(self, penalty, nesterov):
+    def test_psgd_with_momentum_matches(self, penalty, nesterov):
         gradient, start = quadratic()
         expected = algorithm_1(
             start, gradient, SGDUpdate(0.8, 0, nesterov), penalty, 0.05, lambda t: 1.0, steps=60
@@ -161,7 +161,7 @@ class TestAlgorithm1:
 
     @pytest.mark.parametrize("amsgrad", [False, True])
     @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.7), (0.0, 0.9)])
-    def test_adam_is_torchs(self, betas, amsgrad):
+    def test_adam_update_equals_torch(self, betas, amsgrad):
         gradient, start = quadratic()
         noise = torch.randn(60, *start.shape, dtype=torch.float64)
         noises = iter(noise), iter(noise)
@@ -183,7 +183,7 @@ class TestAlgorithm1:
         ("momentum", "dampening", "nesterov"),
         [(0, 0, False), (0.9, 0, False), (0.9, 0, True), (0.7, 0.4, False)],
     )
-    def test_sgd_is_torchs(self, momentum, dampening, nesterov):
+    def test_sgd_update_equals_torch(self, momentum, dampening, nesterov):
         gradient, start = quadratic()
         expected = algorithm_1(
             start,
@@ -205,7 +205,7 @@ class TestListing1:
     @pytest.mark.parametrize(
         ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str
     )
-    def test_is_padam_with_lam_p_times_lambda(self, p, dtype, tolerance):
+    def test_equals_padam_with_lam_p_times_lambda(self, p, dtype, tolerance):
         gradient, start = quadratic()
         lambda_p = 0.1
         walked = []
@@ -221,7 +221,7 @@ class TestListing1:
         if p != 1:
             assert (unconverted - listing).abs().max() > 100 * tolerance
 
-    def test_breaks_on_a_zero_weight_at_lr_zero(self):
+    def test_gives_nan_at_zero_weight_with_zero_lr(self):
         w = nn.Parameter(torch.tensor([[0.0, 1.0]]))
         walk(Listing1([w], 0.0, lambda_p=0.1, p_norm=1), w, torch.ones_like, 1)
         assert w.isnan().tolist() == [[True, False]]
@@ -229,8 +229,8 @@ class TestListing1:
         walk(PAdam([ours], 0.0, decay=Lp(1, 0.1), foreach=False), ours, torch.ones_like, 1)
         assert ours.tolist() == [[0, 1]]
 
-    def test_forgets_its_settings(self):
-        """They are neither in a checkpoint nor in a copy; PAdam's are in both."""
+    def test_settings_are_lost_in_checkpoints_and_copies(self):
+        """The settings of PAdam are in both."""
         w = nn.Parameter(torch.ones(1, 2))
         listing = Listing1([w], 0.1, lambda_p=0.123, p_norm=0.456)
         ours = PAdam([w], 0.1, decay=Lp(0.456, 0.123), foreach=False)
@@ -247,14 +247,14 @@ class TestListing1:
         theirs.load_state_dict(_through_a_file(ours.state_dict()))
         assert as_penalty(theirs.param_groups[0]["decay"]).terms == (Lp(0.456, 0.123),)
 
-    def test_lambda_zero_is_plain_adam(self):
-        """The listing applies its decay for lambda_p > 0 only, so that zeros survive."""
+    def test_zero_lambda_is_plain_adam(self):
+        """The listing decays only if lambda_p > 0, so zero weights stay finite."""
         w, plain = (nn.Parameter(torch.tensor([[0.0, 1.0]])) for _ in range(2))
         walk(Listing1([w], 0.1, lambda_p=0, p_norm=0.5), w, torch.ones_like, 3)
         walk(torch.optim.AdamW([plain], 0.1, weight_decay=0), plain, torch.ones_like, 3)
         assert torch.equal(w, plain)
 
-    def test_group_has_its_own_lambda(self):
+    def test_group_may_have_its_own_lambda(self):
         weights = [nn.Parameter(torch.ones(1, 1)) for _ in range(4)]
         groups = [{"params": weights[:1]}, {"params": weights[1:2], "lambda_p": 0.5}]
         listing = Listing1(groups, 0.1, lambda_p=0.1, p_norm=1)
@@ -269,7 +269,7 @@ class TestListing1:
         torch.testing.assert_close(weights[0].detach(), weights[2].detach())
         torch.testing.assert_close(weights[1].detach(), weights[3].detach())
 
-    def test_weights_without_gradient_and_closures(self):
+    def test_accepts_missing_gradients_and_closures(self):
         w, other = (nn.Parameter(torch.ones(1, 2)) for _ in range(2))
         w.grad = torch.ones_like(w)
         listing = Listing1([w, other], 0.1, lambda_p=0.1, p_norm=1)
@@ -293,11 +293,11 @@ class TestToy:
         # s = 1/|w|: (w - 0.1 (w - 1)) / (1 + 0.1/w)
         second = (1 / 1.1 * 0.9 + 0.1) / (1 + 0.11)
         np.testing.assert_allclose(curves["s every step"], [1, 1 / 1.1, second], rtol=1e-15)
-        # s = 0.1 until the 20th
+        # s = 0.1 until the 20th step
         second = (1 / 1.01 * 0.9 + 0.1) / 1.01
         np.testing.assert_allclose(curves["s every 20 steps"], [1, 1 / 1.01, second], rtol=1e-15)
 
-    def test_s_follows_at_the_20th_step(self):
+    def test_s_is_updated_at_the_20th_step(self):
         w = toy(p=0.6, lam=1, lr=0.1, steps=21)["s every 20 steps"]
         assert w[20] == pytest.approx((0.9 * w[19] + 0.1) / 1.01, rel=1e-15)
         assert w[21] == pytest.approx((0.9 * w[20] + 0.1) / (1 + 0.1 * w[20] ** -1.4), rel=1e-15)

@@ -1,4 +1,4 @@
-"""Nothing breaks the step: extremes of p, lr, lam, of weights, shapes and precisions."""
+"""Property tests of the decay step: extreme p, lr, lam, weights, shapes and precisions."""
 
 import math
 
@@ -22,7 +22,7 @@ penalties = st.lists(st.tuples(powers, strengths), min_size=1, max_size=3).map(a
 
 
 def special(dtype):
-    """Zeros of both signs, subnormal numbers, and both ends of what the dtype holds."""
+    """Generate zeros of both signs, subnormal numbers, and both ends of the dtype's range."""
     info = torch.finfo(dtype)
     tiny = float(info.smallest_normal)
     subnormal = [tiny / 2, tiny * info.eps]
@@ -52,7 +52,7 @@ def some_weights():
 
 
 def holds_zero(penalty, lr):
-    """Whether zero is a fixed point: some term with p < 2 has a rate that is not 0."""
+    """Return whether zero is a fixed point: a term with p < 2 has a rate that is not 0."""
     return any(p < 2 and lr * lam > 0 for p, lam in penalty.pairs())
 
 
@@ -76,7 +76,7 @@ class TestFactor:
             assert factor.shape == w.shape
             assert ((factor >= 0) & (factor <= 1)).all(), "also fails for NaN"
             if rate is lr_tensor and underflows:
-                continue  # a tensor's product with lam is not formed, and not 0
+                continue  # for a tensor lr, the product lr * lam is not computed, so cannot be 0
             at_zero = factor[w == 0]
             if does_nothing(penalty, lr):
                 assert (factor == 1).all()
@@ -93,7 +93,7 @@ class TestFactor:
     )
     @settings(deadline=None, max_examples=200)
     def test_is_accurate(self, w, penalty, lr):
-        """Against logarithms, which neither overflow nor underflow.
+        """Compare with a computation in logarithms, which neither overflows nor underflows.
 
         A power that overflows leaves the factor at 0, which is off by less than the smallest
         normal number over lr * lam.
@@ -113,7 +113,7 @@ class TestFactor:
 
     @given(some_weights(), penalties, rates)
     @settings(deadline=None, max_examples=100)
-    def test_s_and_value_are_no_nan(self, w, penalty, lr):
+    def test_s_and_value_give_no_nan(self, w, penalty, lr):
         for array in (w, _numpy(w)):
             assert not torch.as_tensor(penalty.s(array)).isnan().any()
             assert not torch.as_tensor(penalty.value(array)).isnan().any()
@@ -129,7 +129,7 @@ def _attached(groups, lr):
     return optimizer
 
 
-# The plain optimizer, ours, and whether ours is to equal "step, then multiply" to the last bit.
+# The plain optimizer, ours, and whether ours must be bit-identical to "step, then multiply".
 OPTIMIZERS = {
     "PAdam": (
         lambda params, lr: torch.optim.AdamW(params, lr, weight_decay=0, foreach=False),
@@ -160,7 +160,7 @@ optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:these tensors are all zero")
 @given(st.lists(some_weights(), min_size=1, max_size=2), penalties, rates, st.integers(0, 99))
 @settings(deadline=None, max_examples=150)
-def test_one_step(name, tensors, penalty, lr, seed):
+def test_one_step_keeps_signs_and_never_grows_weights(name, tensors, penalty, lr, seed):
     make_plain, make_ours, exact = OPTIMIZERS[name]
     rng = np.random.default_rng(seed)
     params = []
@@ -189,8 +189,8 @@ def test_one_step(name, tensors, penalty, lr, seed):
 @optimizers
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("penalty", [Lp(0, 0.1), Lp(0.8, 0.1), Lp(1, 0.1) + Lp(2, 1)], ids=repr)
-def test_many_steps_from_a_learning_rate_of_zero(name, dtype, penalty):
-    """A warm-up that starts at lr = 0 moves zeros no sooner than it should, and breaks nothing."""
+def test_warmup_from_zero_learning_rate(name, dtype, penalty):
+    """A warm-up that starts at lr = 0 keeps weights finite, and zeros at zero."""
     torch.manual_seed(0)
     w = torch.randn(20, 30)
     w[:, ::3] = 0
@@ -200,7 +200,7 @@ def test_many_steps_from_a_learning_rate_of_zero(name, dtype, penalty):
     zeros = w == 0
     for step in range(15):
         optimizer.param_groups[0]["lr"] = 0.01 * step
-        # Not near 0, where the squares in torch's own Adam are 0 in half precision.
+        # Not near 0, where squares underflow in torch's own Adam in half precision.
         w.grad = ((0.5 + torch.rand(20, 30)) * torch.randn(20, 30).sign()).to(dtype)
         before = w.detach().clone()
         optimizer.step()
@@ -212,7 +212,7 @@ def test_many_steps_from_a_learning_rate_of_zero(name, dtype, penalty):
 
 @optimizers
 @pytest.mark.parametrize("p", [2, 2.5, 4])
-def test_zeros_move_where_every_p_is_2_or_more(name, p):
+def test_zeros_move_if_every_p_is_at_least_2(name, p):
     w = nn.Parameter(torch.zeros(2, 2))
     w.grad = -torch.ones_like(w)
     OPTIMIZERS[name][1]([{"params": [w], "decay": Lp(p, 0.1)}], 0.1).step()

@@ -1,4 +1,4 @@
-"""The paper's theorems, as tests: sections 3 and 4 and appendices A to D."""
+"""Tests of the paper's theorems: sections 3 and 4, and appendices A to D."""
 
 import math
 
@@ -38,7 +38,7 @@ def double(values):
 
 
 def descend(loss, start, penalty, lr, steps):
-    """The weights of gradient descent on the loss with the decay step: start and each step."""
+    """Run gradient descent with the decay step; return the initial weights and each step's."""
     w = nn.Parameter(start.clone())
     optimizer = PSGD([{"params": [w], "decay": penalty}], lr=lr, foreach=False)
     path = [start]
@@ -55,7 +55,7 @@ class TestExtendedProblem:
 
     @given(vectors(), p_below_2, log_uniform(1e-3, 10))
     @theory
-    def test_s_gives_the_penalty(self, w, p, lam):
+    def test_optimal_s_gives_the_penalty(self, w, p, lam):
         penalty = Lp(p, lam)
         torch.testing.assert_close(
             extended_penalty(w, penalty.s(w), p, lam), penalty.value(w), rtol=1e-10, atol=0
@@ -63,7 +63,7 @@ class TestExtendedProblem:
 
     @given(vectors(), p_below_2, log_uniform(1e-3, 10), st.data())
     @theory
-    def test_no_other_s_is_below(self, w, p, lam, data):
+    def test_optimal_s_is_the_minimum(self, w, p, lam, data):
         penalty = Lp(p, lam)
         away = double([data.draw(log_uniform(0.1, 10)) for _ in w])
         other = extended_penalty(w, away * penalty.s(w), p, lam)
@@ -93,7 +93,7 @@ class TestExtendedProblem:
 
 
 def one_dimensional(p, lam, depth):
-    """``a`` and the local minimum w* > 0 of ``(w-a)^2/2 + (lam/p) w^p``."""
+    """Generate ``a`` and the local minimum w* > 0 of ``(w-a)^2/2 + (lam/p) w^p``."""
     lowest = (lam * (1 - p)) ** (1 / (2 - p)) if p < 1 else 1e-12  # of w + lam w^(p-1)
     a = (lowest + lam * lowest ** (p - 1)) * (1 + depth) if p < 1 else lam + depth
     low, high = lowest, a
@@ -108,7 +108,7 @@ class TestLocalMinima:
 
     @given(p_below_2, st.floats(0.1, 2), st.floats(0.1, 2))
     @theory
-    def test_of_the_penalised_loss_are_those_of_the_extended(self, p, lam, depth):
+    def test_minima_of_penalised_loss_are_minima_of_extended(self, p, lam, depth):
         a, w = one_dimensional(p, lam, depth)
         at = double([w, Lp(p, lam).s(double(w))])
 
@@ -126,8 +126,8 @@ class TestLocalMinima:
 
     @given(p_below_2, st.floats(0.1, 2), st.floats(0.1, 2), st.floats(1, 1.5))
     @theory
-    def test_of_the_extended_are_those_of_the_penalised_loss(self, p, lam, depth, away):
-        """Alternate convex search on F(w, s) ends at the local minimum of F(w)."""
+    def test_minima_of_extended_are_minima_of_penalised_loss(self, p, lam, depth, away):
+        """Alternating convex search on F(w, s) converges to the local minimum of F(w)."""
         a, expected = one_dimensional(p, lam, depth)
         w = expected * away
         for _ in range(3000):
@@ -139,7 +139,7 @@ class TestLocalMinima:
         p_below_2, st.floats(0.1, 2), st.floats(0.1, 2), signed(1e-3, 10), log_uniform(1e-3, 1e3)
     )
     @theory
-    def test_no_pair_is_below_the_global_minimum(self, p, lam, depth, w, s):
+    def test_extended_loss_is_never_below_the_global_minimum(self, p, lam, depth, w, s):
         a, local = one_dimensional(p, lam, depth)
         lowest = min(a**2 / 2, (local - a) ** 2 / 2 + Lp(p, lam).value(double(local)))
         value = (w - a) ** 2 / 2 + extended_penalty(double(w), double(s), p, lam)
@@ -151,7 +151,7 @@ class TestProximalStep:
 
     @given(vectors(), p_below_2, log_uniform(1e-3, 10), log_uniform(1e-3, 10), st.data())
     @theory
-    def test_is_the_proximal_operator_at_fixed_s(self, w_old, p, lam, lr, data):
+    def test_decay_is_the_proximal_operator_at_fixed_s(self, w_old, p, lam, lr, data):
         penalty = Lp(p, lam)
         s = penalty.s(w_old)
         w_tilde = double([data.draw(signed(1e-3, 1e3)) for _ in w_old])
@@ -165,20 +165,20 @@ class TestProximalStep:
 
     @given(vectors(1e-30, 1e30), log_uniform(1e-6, 1e3), log_uniform(1e-6, 10))
     @theory
-    def test_p_2_is_the_closed_form(self, w, lam, lr):
+    def test_p_2_has_closed_form(self, w, lam, lr):
         step = w * Lp(2, lam).factor(w, lr)
         torch.testing.assert_close(step, w / (1 + lr * lam), rtol=5e-16, atol=0)
 
     @given(vectors(1e-3, 1e3), log_uniform(1e-3, 1e2), log_uniform(1e-6, 10))
     @theory
-    def test_p_2_in_a_step_of_psgd(self, w, lam, lr):
+    def test_psgd_step_with_p_2(self, w, lam, lr):
         (_, stepped) = descend(lambda w: (w * 3).sum(), w, Lp(2, lam), lr, 1)
         expected = (w - lr * 3) / (1 + lr * lam)
         torch.testing.assert_close(stepped, expected, rtol=1e-15, atol=1e-15 * lr)
 
     @given(signed(1e-3, 1e3), p_below_2, log_uniform(1e-2, 10))
     @theory
-    def test_small_steps_are_decoupled_weight_decay(self, w, p, lam):
+    def test_small_steps_approximate_decoupled_weight_decay(self, w, p, lam):
         """eq. 8: for lr * lam * s << 1 the factor is 1 - lr * lam * s, to second order."""
         s = Lp(p, lam).s(double([w]))
         lr = 1e-5 / (lam * s.item())
@@ -208,12 +208,12 @@ class TestNonIncreasingLoss:
 
     @given(seeds, st.integers(1, 8), penalties, fractions, log_uniform(0.01, 100))
     @theory
-    def test_quadratics(self, seed, n, penalty, fraction, scale):
+    def test_loss_of_quadratics_decreases(self, seed, n, penalty, fraction, scale):
         rng = np.random.default_rng(seed)
         root = rng.normal(size=(n, n)) * scale
         hessian, b = double(root @ root.T), double(rng.normal(size=n))
         smoothness = torch.linalg.eigvalsh(hessian)[-1].item()
-        start = double(rng.normal(size=n) * (rng.random(n) < 0.8))  # some start at zero
+        start = double(rng.normal(size=n) * (rng.random(n) < 0.8))  # some weights are zero
         assume(start.any())
         path = self.check(
             lambda w: (w - b) @ hessian @ (w - b) / 2,
@@ -222,13 +222,13 @@ class TestNonIncreasingLoss:
             fraction / smoothness,
             smoothness,
         )
-        # lr * lam may underflow to 0, which changes nothing, not even a zero
+        # if lr * lam underflows to 0, nothing changes, not even zeros
         if any(p < 2 and fraction / smoothness * lam for p, lam in penalty.pairs()):
             assert (path[-1][start == 0] == 0).all()
 
     @given(seeds, penalties, fractions)
     @theory
-    def test_logistic_regressions(self, seed, penalty, fraction):
+    def test_loss_of_logistic_regressions_decreases(self, seed, penalty, fraction):
         rng = np.random.default_rng(seed)
         x, sign = double(rng.normal(size=(20, 5))), double(rng.choice([-1, 1], 20))
         smoothness = torch.linalg.matrix_norm(x, 2).item() ** 2 / (4 * len(x))
@@ -240,8 +240,8 @@ class TestNonIncreasingLoss:
             smoothness,
         )
 
-    def test_the_bound_on_lr_matters(self):
-        """Beyond 2/L the loss grows: the tests above are not vacuous."""
+    def test_loss_increases_beyond_the_lr_bound(self):
+        """The loss increases for lr > 2/L, so the tests above are not vacuous."""
 
         def loss(w):
             return (w**2).sum() / 2
@@ -252,7 +252,7 @@ class TestNonIncreasingLoss:
 
 
 class TestStabilityOfZero:
-    """Appendix D: what one step does to a weight of size epsilon whose update is dw."""
+    """Appendix D: the effect of one step on a weight of size epsilon with update dw."""
 
     strengths = log_uniform(0.01, 10)
     updates = signed(0.01, 100)
@@ -263,13 +263,13 @@ class TestStabilityOfZero:
 
     @given(st.floats(0, 0.9), strengths, log_uniform(1e-3, 10), updates, st.floats(0.01, 0.99))
     @theory
-    def test_p_below_1_shrinks_whatever_the_update(self, p, lam, lr, dw, part):
+    def test_p_below_1_shrinks_for_any_update(self, p, lam, lr, dw, part):
         epsilon = min((lam / abs(dw)) ** (1 / (1 - p)), lr * abs(dw)) * part
         assert abs(self.step(epsilon, dw, Lp(p, lam), lr)) < epsilon
 
     @given(st.floats(0, 0.8), strengths, updates, log_uniform(0.1, 10))
     @settings(theory, max_examples=30)
-    def test_p_below_1_goes_to_exactly_zero(self, p, lam, dw, pace):
+    def test_p_below_1_reaches_exact_zero(self, p, lam, dw, pace):
         w = (lam / abs(dw)) ** (1 / (1 - p)) / 2
         lr = pace * w / abs(dw)
         for _ in range(200):
@@ -278,8 +278,9 @@ class TestStabilityOfZero:
 
     @given(st.floats(1.1, 1.95), strengths, log_uniform(1e-3, 10), updates)
     @theory
-    def test_p_above_1_grows_whatever_the_update(self, p, lam, lr, dw):
-        # Pushed away, it grows below (|dw|/lam)^(1/(p-1)); pushed through zero, a little lower.
+    def test_p_above_1_grows_for_any_update(self, p, lam, lr, dw):
+        # If the update points away from zero, it grows below (|dw|/lam)^(1/(p-1)); if the update
+        # crosses zero, the bound is slightly lower.
         bound = min((abs(dw) / (4 * lam)) ** (1 / (p - 1)), lr * abs(dw) / 4)
         assume(bound > 1e-250)
         assert abs(self.step(bound / 2, dw, Lp(p, lam), lr)) > bound / 2
@@ -287,7 +288,7 @@ class TestStabilityOfZero:
     @given(st.floats(1.2, 1.95), strengths, updates)
     @settings(theory, max_examples=30)
     def test_p_above_1_escapes_to_the_other_fixed_point(self, p, lam, dw):
-        """A constant pull dw balances the decay at |w| = (|dw|/lam)^(1/(p-1))."""
+        """A constant update dw balances the decay at |w| = (|dw|/lam)^(1/(p-1))."""
         expected = (abs(dw) / lam) ** (1 / (p - 1))
         lr = 0.5 * expected / abs(dw)
         w = 1e-3 * expected
@@ -306,8 +307,8 @@ class TestStabilityOfZero:
 
     @given(strengths, log_uniform(1e-3, 10), st.floats(0.1, 0.9))
     @settings(theory, max_examples=20)
-    def test_p_1_the_threshold_is_at_lam(self, lam, lr, part):
-        """From anywhere near 0: to 0 for |dw| < lam, and away from it for |dw| > lam."""
+    def test_p_1_has_its_threshold_at_lam(self, lam, lr, part):
+        """Weights near 0 converge to 0 for |dw| < lam, and move away for |dw| > lam."""
         held = freed = 1e-9 * lr * lam
         for _ in range(300):
             held = self.step(held, -part * lam, Lp(1, lam), lr)
@@ -317,16 +318,16 @@ class TestStabilityOfZero:
 
     @pytest.mark.parametrize("p", [0, 0.5, 1, 1.5, 1.99])
     @pytest.mark.parametrize("dw", [-1e6, 0.0, 1e6])
-    def test_zero_itself_is_fixed_for_every_p_below_2(self, p, dw):
+    def test_zero_is_a_fixed_point_for_p_below_2(self, p, dw):
         assert self.step(0.0, dw, Lp(p, 1e-6), 1e-3) == 0
 
     @pytest.mark.parametrize("p", [2, 2.5, 4])
-    def test_zero_is_not_fixed_from_2_on(self, p):
+    def test_zero_is_not_a_fixed_point_for_p_at_least_2(self, p):
         assert self.step(0.0, -1.0, Lp(p, 1.0), 0.1) > 0.09
 
 
 class TestFixedPoints:
-    """Where PSGD on ``(w - a)^2/2`` comes to rest, for many a at once."""
+    """The fixed points of PSGD on ``(w - a)^2/2``, for many a at once."""
 
     a = torch.linspace(-3, 3, 61, dtype=torch.float64)
 
@@ -345,7 +346,7 @@ class TestFixedPoints:
     @pytest.mark.parametrize("start", [1.3, -0.1])
     @pytest.mark.parametrize(("lam", "lr"), [(0.05, 0.1), (0.77, 0.5), (1.55, 0.9), (5.0, 0.1)])
     def test_p_1_is_the_soft_threshold(self, lam, lr, start):
-        # No a of the grid is nearer to lam than 0.02: at lam itself convergence is not linear.
+        # Every a of the grid is at least 0.02 from lam: at lam, convergence is not linear.
         torch.testing.assert_close(
             self.rest(Lp(1, lam), lr, start), self.soft(lam), rtol=1e-9, atol=1e-9
         )
@@ -355,8 +356,8 @@ class TestFixedPoints:
         torch.testing.assert_close(rest, self.soft(0.77) / 1.5, rtol=1e-9, atol=1e-9)
 
     @pytest.mark.parametrize("p", [0, 0.3, 0.7, 1, 1.5, 2, 2.5, 3, 4])
-    def test_gradient_equation(self, p):
-        """Footnote 6: 0 = w - a + lam |w|^(p-2) w where w is not 0, for any p."""
+    def test_fixed_points_satisfy_the_gradient_equation(self, p):
+        """Footnote 6: 0 = w - a + lam |w|^(p-2) w at every fixed point w != 0, for any p."""
         lam = 0.53
         w = self.rest(Lp(p, lam), 0.1, 2.0)
         rested = w.abs() > 1e-12
@@ -384,20 +385,20 @@ class TestToyExample:
             assert np.ptp(quarter) > 0.2, "it does not converge"
 
     @pytest.mark.parametrize("name", ["s every step", "s every 20 steps"])
-    def test_the_decay_converges_smoothly(self, name):
+    def test_decay_converges_monotonically(self, name):
         w = np.array(self.curves[name])
         assert (w >= 0).all(), "no change of sign"
         assert (np.diff(w) <= 0).all(), "monotone"
         assert w[-1] < 1e-12
 
-    def test_every_20_steps_is_stepwise(self):
-        """Within 20 steps at one s the weight comes to rest, and falls when s follows."""
+    def test_s_every_20_steps_descends_in_stages(self):
+        """The weight converges within 20 steps at fixed s, and drops when s is updated."""
         w = np.array(self.curves["s every 20 steps"])
         falls = -np.diff(w)
         for update in range(40, 140, 20):
             assert falls[update] > 10 * falls[update - 1]
 
-    def test_s_every_step_is_psgd(self):
+    def test_s_every_step_equals_psgd(self):
         path = descend(
             lambda w: ((w - 1) ** 2).sum() / 2, double([[1.0]]), Lp(0.6, 1.0), 0.1, steps=400
         )

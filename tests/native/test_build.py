@@ -1,4 +1,4 @@
-"""Building a kernel: where it is kept, what can go wrong, and what it leaves alone."""
+"""Tests of the kernel build: cache, failures, and side effects on the process."""
 
 import os
 import stat
@@ -46,7 +46,7 @@ def run(code, cache, **changes):
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
-    """A cache with the kernel in it."""
+    """Return a cache that contains the kernel."""
     cache = tmp_path_factory.mktemp("cache")
     assert run(LOAD, cache) == "loaded"
     return cache
@@ -56,13 +56,13 @@ def libraries(cache):
     return sorted(Path(cache, "kernels").glob("*"))
 
 
-def test_the_cache_is_private_and_holds_one_library(filled):
+def test_cache_is_private_and_has_one_library(filled):
     folder = filled / "kernels"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [path.suffix for path in libraries(filled)] == [".so"]
 
 
-def test_a_cached_library_is_not_compiled_again(filled):
+def test_cached_library_is_not_recompiled(filled):
     (library,) = libraries(filled)
     before = library.stat()
     assert run(LOAD, filled) == "loaded"
@@ -81,17 +81,17 @@ def damaged(content, damage):
 
 
 @pytest.mark.parametrize("damage", ["half", "empty", "garbage", "flipped", "longer"])
-def test_a_damaged_library_is_not_opened(filled, tmp_path, damage):
+def test_damaged_library_is_not_opened(filled, tmp_path, damage):
     (library,) = libraries(filled)
     copy = tmp_path / library.name
     copy.write_bytes(library.read_bytes())
     assert build._open(copy) is not None
-    copy.unlink()  # a new file: the one that is open must not change
+    copy.unlink()  # create a new file: the open library must not change
     copy.write_bytes(damaged(library.read_bytes(), damage))
     assert build._open(copy) is None
 
 
-def test_a_damaged_library_is_built_again(filled, tmp_path):
+def test_damaged_library_is_rebuilt(filled, tmp_path):
     (library,) = libraries(filled)
     folder = tmp_path / "kernels"
     folder.mkdir(mode=0o700)
@@ -101,18 +101,18 @@ def test_a_damaged_library_is_built_again(filled, tmp_path):
     assert build._open(folder / library.name) is not None
 
 
-def test_without_a_compiler(tmp_path):
+def test_missing_compiler_is_reported(tmp_path):
     lines = run(TRY, tmp_path, PATH="").splitlines()
     assert lines == ["unavailable: no C compiler found (cc, gcc, clang)"] * 2
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_a_compiler_that_is_named_and_missing(tmp_path):
+def test_missing_cc_is_reported(tmp_path):
     output = run(TRY, tmp_path, CC="/no/such/compiler")
     assert output.startswith("unavailable: no C compiler found (/no/such/compiler)")
 
 
-def test_a_compiler_that_fails(tmp_path):
+def test_failing_compiler_is_reported(tmp_path):
     compiler = tmp_path / "cc"
     compiler.write_text("#!/bin/sh\necho 'step.c:1: fatal error: no luck' >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -123,7 +123,7 @@ def test_a_compiler_that_fails(tmp_path):
     assert not libraries(tmp_path / "cache")
 
 
-def test_a_compiler_that_makes_rubbish(tmp_path):
+def test_invalid_compiler_output_is_reported(tmp_path):
     compiler = tmp_path / "cc"
     compiler.write_text('#!/bin/sh\nfor last; do :; done\necho rubbish > "$last"\n')
     compiler.chmod(0o755)
@@ -132,7 +132,7 @@ def test_a_compiler_that_makes_rubbish(tmp_path):
     assert not libraries(tmp_path / "cache")
 
 
-def test_an_old_compiler_that_knows_no_tuning(tmp_path):
+def test_compiler_without_tuning_flags_is_used(tmp_path):
     compiler = tmp_path / "cc"
     real = build._compiler()[0]
     compiler.write_text(
@@ -143,7 +143,7 @@ def test_an_old_compiler_that_knows_no_tuning(tmp_path):
     assert run(LOAD, tmp_path / "cache", CC=compiler) == "loaded"
 
 
-def test_where_the_cache_is(tmp_path, monkeypatch):
+def test_cache_location_follows_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("PDECAY_CACHE")
@@ -155,17 +155,17 @@ def test_where_the_cache_is(tmp_path, monkeypatch):
     assert stat.S_IMODE((tmp_path / "here" / "kernels").stat().st_mode) == 0o700
 
 
-def test_a_cache_that_cannot_be_written(tmp_path):
-    """Also not by root, for whom a read-only folder is none: a file stands in the way."""
+def test_unwritable_cache_falls_back_to_temporary_folder(tmp_path):
+    """A file in place of the folder blocks root too, which a read-only folder would not."""
     blocked = tmp_path / "file"
     blocked.write_text("")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     assert run(LOAD, blocked / "cache", TMPDIR=scratch) == "loaded"
-    assert list(scratch.iterdir()) == []  # nothing is left behind
+    assert list(scratch.iterdir()) == []  # no temporary files remain
 
 
-def test_a_cache_open_to_others_is_closed(tmp_path, monkeypatch):
+def test_cache_permissions_are_restricted(tmp_path, monkeypatch):
     folder = tmp_path / "kernels"
     folder.mkdir()
     folder.chmod(0o777)
@@ -174,7 +174,7 @@ def test_a_cache_open_to_others_is_closed(tmp_path, monkeypatch):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_cache_that_is_a_link_or_someone_elses_is_not_used(tmp_path, monkeypatch):
+def test_cache_that_is_a_link_or_foreign_is_not_used(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "kernels").symlink_to(tmp_path / "elsewhere")
     monkeypatch.setenv("PDECAY_CACHE", str(tmp_path))
@@ -185,7 +185,7 @@ def test_a_cache_that_is_a_link_or_someone_elses_is_not_used(tmp_path, monkeypat
     assert build._cache_folder() is None
 
 
-def test_two_processes_that_compile_at_once(tmp_path):
+def test_two_processes_may_compile_at_once(tmp_path):
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", LOAD], env=environment(tmp_path), stdout=subprocess.PIPE
@@ -197,14 +197,14 @@ def test_two_processes_that_compile_at_once(tmp_path):
     assert len(libraries(tmp_path)) == 1
 
 
-def test_loading_and_running_change_nothing_else_in_the_process(filled):
-    """Denormals, rounding and threads are as before, in this thread and in torch's others."""
+def test_loading_and_running_keep_process_state(filled):
+    """Denormal mode, rounding mode and thread count are unchanged in all of torch's threads."""
     code = """
     import ctypes, ctypes.util, glob, torch
     libm = ctypes.CDLL(ctypes.util.find_library("m"))
 
     def state():
-        # many numbers: all of torch's threads take part
+        # enough numbers to use all of torch's threads
         denormal = torch.full((1 << 20,), 1e-40)
         return (
             float((denormal * 2).sum(dtype=torch.float64)),
@@ -235,7 +235,7 @@ def test_loading_and_running_change_nothing_else_in_the_process(filled):
     assert run(code, filled) == "same"
 
 
-def test_a_denormal_keeps_its_value_where_nothing_decays(filled):
+def test_denormals_are_kept_without_decay(filled):
     code = """
     import torch
     from pdecay._optim.kernels import native

@@ -1,4 +1,4 @@
-"""Two processes on the loopback: sharded training comes to what one process comes to."""
+"""Sharded training with two local processes gives the result of one process."""
 
 import os
 from datetime import timedelta
@@ -54,8 +54,8 @@ def train(model, kind, rank=0, world=1):
 def work(rank, folder, wrap, kind):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    soon = timedelta(seconds=60)  # a rank that waits for nothing is an error, not a wait for ever
-    # A file to meet at: a port that was free a moment ago may be taken by another test.
+    soon = timedelta(seconds=60)  # fail instead of waiting forever for a missing rank
+    # Rendezvous by file: a free port may be taken by another test before it is used.
     meet = f"file://{folder}/store"
     dist.init_process_group("gloo", meet, rank=rank, world_size=WORLD, timeout=soon)
     model = build()
@@ -77,14 +77,14 @@ def work(rank, folder, wrap, kind):
 @pytest.mark.parametrize(
     ("wrap", "kind"), [("DDP", "PAdam"), ("FSDP2", "PAdam"), ("FSDP2", "attach")]
 )
-def test_two_ranks_come_to_what_one_comes_to(wrap, kind, tmp_path):
+def test_two_ranks_match_one_process(wrap, kind, tmp_path):
     mp.spawn(work, (tmp_path, wrap, kind), nprocs=WORLD)
     share, reported, whole = torch.load(tmp_path / "results")
     alone = build()
     expected, _ = train(alone, kind)
     assert share == expected == pytest.approx(0.75, abs=0.003)
     assert reported == share
-    # Shards are probed in other rows than the whole, so that lam differs a little on the way.
+    # The sampled rows of shards differ from those of the whole, so lam differs slightly.
     close = 1e-4 if wrap == "DDP" else 0.05
     for a, b in zip(whole, alone.parameters(), strict=True):
         torch.testing.assert_close(a, b.detach(), rtol=1e-3, atol=close)

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed from a file is, to the last bit, one that was not."""
+"""A run that is resumed from a checkpoint file is bit-identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pdecay
 from pdecay import PSGD, Every, Lp, PAdam, Slow
 
 ELASTIC = Lp(0.6, 0.05) + Lp(2, 0.1)
-OTHER = Lp(3, 0.7)  # what the resuming program has in its code; the file must win
+OTHER = Lp(3, 0.7)  # the resuming program's own decay, which the checkpoint must override
 STEPS, STOP = 24, 11
 
 
@@ -113,18 +113,18 @@ def training(build, schedule, exact, *, decay=ELASTIC, groups=False) -> Training
 
 @pytest.mark.parametrize("schedule", [warm_up, one_cycle])
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
-def test_resumed_is_uninterrupted(build, schedule, tmp_path, exact, same):
-    groups = build is not BUILDS["attach LBFGS"]  # which takes one group only
+def test_resumed_run_equals_uninterrupted_run(build, schedule, tmp_path, exact, same):
+    groups = build is not BUILDS["attach LBFGS"]  # LBFGS supports one group only
     through = training(build, schedule, exact, groups=groups)
     losses = through.run(0, STEPS)
 
     first = training(build, schedule, exact, groups=groups)
     first_losses = first.run(0, STOP)
-    first.optimizer.param_groups[0]["name"] = "weights"  # a key of somebody else travels along
+    first.optimizer.param_groups[0]["name"] = "weights"  # unknown keys are preserved
     first.save(tmp_path / "checkpoint.pt")
     del first
     resumed = training(build, schedule, exact, decay=OTHER, groups=groups)
-    resumed.run(0, 3)  # leftovers that loading must replace
+    resumed.run(0, 3)  # state that loading must replace
     resumed.load(tmp_path / "checkpoint.pt")
     assert resumed.optimizer.param_groups[0].pop("name") == "weights"
 
@@ -135,8 +135,8 @@ def test_resumed_is_uninterrupted(build, schedule, tmp_path, exact, same):
     assert undecayed.run(0, STEPS) != losses
 
 
-def test_resumed_in_the_middle_of_a_scale_s_change(tmp_path, exact, same):
-    """What schedules and people write into the groups is resumed like all else."""
+def test_resume_keeps_a_changing_scale(tmp_path, exact, same):
+    """Changes of the groups by schedules and users are restored."""
 
     def fading(part: Training, start: int, stop: int) -> None:
         for t in range(start, stop):

@@ -1,4 +1,4 @@
-"""The decay step of torch tensors with a slow auxiliary variable; see ``auxiliary.py``."""
+"""The decay step for torch tensors with a slow auxiliary variable; see ``auxiliary.py``."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""How the auxiliary variable s follows the weights: at once, every n steps, or slowly.
+"""Update rules of the auxiliary variable s: at every step, every n steps, or as a slow average.
 
-The paper's step sets ``s = |w|^(p-2)`` anew each time, so a weight at zero has an infinite s and
-stays there. A slower s lets weights leave zero, and penalises large ones until it has caught up
-(section 6).
+The paper's step sets ``s = |w|^(p-2)`` at every step. A zero weight then has an infinite s and
+never changes. With a slower s, weights can leave zero; large weights are penalised more until s
+has adapted (section 6 of the paper).
 
-The state holds the *anchor*, the magnitude that s corresponds to: ``s = anchor^(p-2)``. The
-decay step is then the factor of the penalty at the anchor instead of at the weight, for every term
-of a sum and every p of a schedule at once. The anchor moves on the squares,
+The optimizer state holds the *anchor*, the magnitude that s corresponds to: ``s = anchor^(p-2)``.
+The decay factor is the penalty's factor at the anchor instead of at the weight. One anchor serves
+all terms of a sum, and stays valid while a schedule changes p. It is an average of squares:
 
-    anchor^2  <-  (1 - rate) * anchor^2 + rate * w^2 ,
+    anchor^2  <-  (1 - rate) * anchor^2 + rate * w^2
 
-which is descent on the extended penalty, ``dR/ds = (lam/2) * (w^2 - anchor^2)``. A plain step on s
-itself is stiff (s spans forty orders of magnitude) and can turn s negative; a step on log s jumps
-to infinity at w = 0 whatever the rate. On the squares it stays positive and stable for any rate in
-(0, 1], is the paper's at rate 1, and lets s at a zero weight grow exponentially, not at once.
+This is a descent step on the extended penalty, ``dR/ds = (lam/2) * (w^2 - anchor^2)``. A step on s
+itself would be stiff (s spans forty orders of magnitude) and could make s negative. A step on
+log s would be infinite at w = 0. The step on the squares is stable for every rate in (0, 1], equals
+the paper's at rate 1, and lets s grow exponentially at a zero weight instead of at once.
 
 This module imports without torch. The step on torch tensors is in ``anchors.py``.
 """
@@ -30,7 +30,7 @@ from pdecay._core.validation import check_count, check_number
 
 @dataclass(frozen=True)
 class Instant:
-    """s is set to ``|w|^(p-2)`` at every step: the paper's default."""
+    """Set s to ``|w|^(p-2)`` at every step: the paper's default."""
 
     def plain(self) -> list[float]:
         return []
@@ -38,7 +38,7 @@ class Instant:
 
 @dataclass(frozen=True)
 class Every:
-    """s starts at `start` and is set to ``|w|^(p-2)`` after every n-th step."""
+    """Start s at `start` and set it to ``|w|^(p-2)`` after every n-th step."""
 
     n: int
     start: float = 1.0
@@ -53,7 +53,7 @@ class Every:
 
 @dataclass(frozen=True)
 class Slow:
-    """s starts at `start` and follows the weights at a rate in (0, 1]; at rate 1 it is at once."""
+    """Start s at `start` and let it follow ``|w|^(p-2)`` at a rate in (0, 1]."""
 
     rate: float
     start: float = 1.0
@@ -99,4 +99,4 @@ def first_anchor(start: float, pairs: Sequence[Sequence[float]], precision: Any)
 
 def _check_start(start: object) -> None:
     if check_number("start", start) == 0:
-        raise ValueError("start must be above 0, got 0: s = 0 would mean no decay for good")
+        raise ValueError("start must be above 0, got 0: with s = 0 weights would never decay")

@@ -3,15 +3,16 @@
 Hyper-parameters live in ``optimizer.param_groups``, where schedulers and checkpoints find them, as
 plain numbers, so that ``torch.load(weights_only=True)`` accepts them:
 
-    group["decay"]            [[p, lam], ...]; [] is no decay
+    group["decay"]            [[p, lam], ...]; [] for no decay
     group["decay_scale"]      multiplier of every lam, set by schedules and targets: one number, or
-                              a list with one for each parameter
-    group["decay_lr"]         the decay's own learning rate; None follows group["lr"]. A step with
-                              group["lr"] = 0 decays nothing in either case
-    group["decay_1d"]         whether tensors with fewer than two dimensions decay too. False where
-                              the group was given no decay of its own: a bare list of parameters
-                              holds biases and norms, which must be spared
-    group["decay_auxiliary"]  [n, rate, start]: how s follows the weights; [] is at once
+                              a list with one number for each parameter
+    group["decay_lr"]         learning rate of the decay; None uses group["lr"]. In both cases, a
+                              step with group["lr"] = 0 decays nothing
+    group["decay_1d"]         whether tensors with fewer than two dimensions decay. False unless the
+                              user gave the group its own decay: a plain list of parameters
+                              contains biases and norms, which must not decay
+    group["decay_auxiliary"]  [n, rate, start], the update rule of s (see auxiliary.py); [] for
+                              Instant
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def scale_of(param: Tensor, index: int, group: Group) -> float:
 
 
 def scales_of(params: Sequence[Tensor], group: Group) -> list[float]:
-    """Return `scale_of` some of the group's parameters, such as those with a gradient."""
+    """Return `scale_of` for a subset of the group's parameters, such as those with a gradient."""
     if not isinstance(group["decay_scale"], list):  # the index does not matter
         return [scale_of(param, 0, group) for param in params]
     places = {param: i for i, param in enumerate(group["params"])}
@@ -125,7 +126,7 @@ def complete_checkpoint(state_dict: dict[str, Any], groups: list[Group]) -> dict
     changed in place, so that an error leaves the checkpoint and the optimizer unchanged.
     """
     if len(state_dict["param_groups"]) != len(groups):
-        return state_dict  # torch has the clear error for this
+        return state_dict  # torch raises a clear error for this
     filled = []
     for index, (saved, current) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
         merged = {**{key: current[key] for key in DECAY_KEYS if key in current}, **saved}
@@ -133,7 +134,7 @@ def complete_checkpoint(state_dict: dict[str, Any], groups: list[Group]) -> dict
             write_settings(merged, Defaults(None))
         except (TypeError, ValueError) as error:
             raise type(error)(
-                f"the checkpoint's decay for parameter group {index} does not fit: {error}"
+                f"the checkpoint has an invalid decay setting in parameter group {index}: {error}"
             ) from None
         filled.append(merged)
     return {**state_dict, "param_groups": filled}
@@ -144,12 +145,13 @@ def _checked_scale(scale: object, params: Sequence[Any]) -> float | list[float]:
         return check_number("decay_scale", scale)
     if len(scale) != len(params):
         raise ValueError(
-            f"decay_scale has {len(scale)} numbers for a group of {len(params)} parameters"
+            f"decay_scale must have one number for each of the group's {len(params)} parameters, "
+            f"got {len(scale)}"
         )
     return [check_number("decay_scale", number) for number in scale]
 
 
 def _listed(params: Any) -> list[Any]:
     if isinstance(params, set):
-        raise TypeError("params must be ordered, as a list is: a checkpoint is loaded by the order")
+        raise TypeError("params must be ordered, got a set; pass a list: checkpoints use the order")
     return [params] if isinstance(params, Tensor) else list(params)

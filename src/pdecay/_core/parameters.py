@@ -1,8 +1,9 @@
-"""Which parameters decay.
+"""Selection of the parameters that decay.
 
-Zero is a fixed point of the decay for p < 2: a tensor that starts at zero would stay there for
-good. Biases and norms are also few and do a job that zero would end. So they are spared, by
-dimension, by the kind of module that owns them, by value and by name.
+Zero is a fixed point of the decay for p < 2: a tensor that is initialised to zero would never
+change. Biases and the parameters of normalisation layers are few, and setting them to zero saves
+nothing. Both kinds are excluded from the decay: by number of dimensions, by the module that owns
+them, by value and by name.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from pdecay._core.group_settings import penalty_of, scale_of
 from pdecay._core.penalty import Penalty, as_penalty
 
 _NORMS = (
-    nn.modules.batchnorm._NormBase,  # batch and instance norms, lazy and synchronised ones too
+    nn.modules.batchnorm._NormBase,  # batch and instance norms, including lazy and synchronised
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
 )
-# Norms of other packages (LlamaRMSNorm, FrozenBatchNorm2d, LayerNorm2d, ...) share no base class;
-# one that also multiplies by a matrix (LayerNormLinear) is more than a norm.
+# Norms of other packages (LlamaRMSNorm, FrozenBatchNorm2d, LayerNorm2d, ...) share no base class.
+# Fused modules that also hold a matrix (LayerNormLinear) are not norms.
 _NORM_NAMES = re.compile(
     r"(Batch|Layer|Group|Instance|RMS|Rms)Norm(?!.*(Linear|MLP|Conv|Attention))"
 )
 
-# Weak references to the memory of tensors that were warned of, with offset and shape. A reference
-# to a tensor itself would keep torch.utils.swap_tensors from converting a model.
-_warned_of: set[tuple[StorageWeakRef, int, torch.Size]] = set()
+# Weak references to the memory of reported tensors, with offset and shape. A reference to a tensor
+# itself would keep torch.utils.swap_tensors from converting a model.
+_warned: set[tuple[StorageWeakRef, int, torch.Size]] = set()
 
 
 def param_groups(
@@ -49,20 +50,20 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Split a model's parameters into two groups for an optimizer: decayed, and not.
 
-    Not decayed are tensors with fewer than two dimensions, those of normalisation layers, those
-    that are all zero, and those of which a name matches an `exclude` pattern. A match of
-    `include` decays a parameter whatever else holds. Parameters that need no gradient are left
-    out; a tied weight is taken once, and every name that it has is looked at.
+    The second group holds tensors with fewer than two dimensions, parameters of normalisation
+    layers, tensors that are all zero, and parameters whose name matches an `exclude` pattern. A
+    match of `include` overrides all of these rules. Parameters that require no gradient are in
+    neither group. A tied weight is listed once; the patterns are compared with all of its names.
 
     Args:
         model: the model.
-        decay: the penalty of the decayed group; None leaves it to the optimizer.
-        exclude, include: patterns as of ``fnmatch``, e.g. ``"*.embedding.*"``.
+        decay: the penalty of the decayed group; None uses the optimizer's default.
+        exclude, include: patterns of ``fnmatch``, e.g. ``"*.embedding.*"``.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
-        >>> decayed, spared = param_groups(model)
-        >>> [len(decayed["params"]), len(spared["params"])]
+        >>> decayed, not_decayed = param_groups(model)
+        >>> [len(decayed["params"]), len(not_decayed["params"])]
         [2, 4]
     """
     if not isinstance(model, nn.Module):
@@ -70,7 +71,7 @@ def param_groups(
     penalty = as_penalty(decay)
     excluded, included = _patterns("exclude", exclude), _patterns("include", include)
     decayed: list[Tensor] = []
-    spared: list[Tensor] = []
+    not_decayed: list[Tensor] = []
     frozen: list[tuple[str, Tensor]] = []
     for param, owners in owners_of(model):
         if not param.requires_grad:
@@ -83,22 +84,22 @@ def param_groups(
         elif decays_by_default(param, owners) and not (_matches(names, excluded) or is_zero(param)):
             decayed.append(param)
         else:
-            spared.append(param)
-    if not decayed and not spared:
+            not_decayed.append(param)
+    if not decayed and not not_decayed:
         raise ValueError(
             f"there is nothing to optimize: {type(model).__name__} has no parameter that "
             "requires a gradient"
         )
     _warn(frozen)
-    # A 1-d tensor is in the first group only if `include` asked for it.
+    # A 1-d tensor is in the first group only if it matches `include`.
     first: dict[str, Any] = {"params": decayed, "decay_1d": True}
     if penalty is not None:
         first["decay"] = penalty
-    return [first, {"params": spared, "decay": None}]
+    return [first, {"params": not_decayed, "decay": None}]
 
 
 def owners_of(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[str, nn.Module]]]]:
-    """Each parameter once, with every full name that it has and the module that holds it there."""
+    """Yield each parameter once, with a (full name, owning module) pair for each of its uses."""
     owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -107,7 +108,7 @@ def owners_of(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[str, nn.Mod
 
 
 def decays_by_default(param: Tensor, owners: list[tuple[str, nn.Module]]) -> bool:
-    """Whether a parameter is a weight by its dimensions and by the modules that hold it."""
+    """Return whether a parameter decays, judged by its dimensions and the modules that own it."""
     if any(is_norm(module) for _, module in owners):
         return False
     if is_lazy(param):
@@ -116,27 +117,28 @@ def decays_by_default(param: Tensor, owners: list[tuple[str, nn.Module]]) -> boo
 
 
 def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a normalisation layer, of torch or of another package."""
     return isinstance(module, _NORMS) or bool(_NORM_NAMES.search(type(module).__name__))
 
 
 @torch.no_grad()
 def is_zero(param: Tensor) -> bool:
-    """Whether a tensor has elements and all of them are zero."""
+    """Return whether a tensor has elements and all of them are zero."""
     if is_lazy(param) or param.is_meta or param.numel() == 0:
         return False
-    some = param.any()
-    if hasattr(some, "full_tensor"):  # a DTensor: ask all ranks, not the local part
-        some = some.full_tensor()
-    return not some.item()
+    any_nonzero = param.any()
+    if hasattr(any_nonzero, "full_tensor"):  # a DTensor: reduce over all ranks
+        any_nonzero = any_nonzero.full_tensor()
+    return not any_nonzero.item()
 
 
 def frozen_in(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """The parameters that decay, are all zero, and so would never move; with their names."""
+    """Return the (name, parameter) pairs that decay and are all zero, so would never change."""
     frozen = []
     for g, group in enumerate(optimizer.param_groups):
         penalty = penalty_of(group)
         if penalty is None or not penalty.absorbs or group["decay_auxiliary"]:
-            continue  # with an anchor of its own, a weight can leave zero
+            continue  # with a slow auxiliary variable, a weight can leave zero
         names = group.get("param_names")
         for i, param in enumerate(group["params"]):
             if scale_of(param, i, group) and param.requires_grad and is_zero(param):
@@ -147,21 +149,22 @@ def frozen_in(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
 
 
 def warn_of_frozen(optimizer: Optimizer) -> None:
-    """Warn, once for each tensor, of zero-initialised tensors that the decay would freeze."""
+    """Warn, once for each tensor, about zero-initialised tensors that the decay would freeze."""
     _warn(frozen_in(optimizer))
 
 
 def _warn(frozen: list[tuple[str, Tensor]]) -> None:
-    global _warned_of
-    _warned_of = {memory for memory in _warned_of if not memory[0].expired()}
-    news = [(name, _memory(param)) for name, param in frozen if _memory(param) not in _warned_of]
-    if not news:
+    global _warned
+    _warned = {memory for memory in _warned if not memory[0].expired()}
+    new = [(name, _memory(param)) for name, param in frozen if _memory(param) not in _warned]
+    if not new:
         return
-    _warned_of.update(memory for _, memory in news)
-    names = ", ".join(name for name, _ in news)
+    _warned.update(memory for _, memory in new)
+    names = ", ".join(name for name, _ in new)
     warnings.warn(
-        f"these tensors are all zero and would stay so, since zero is a fixed point of the decay "
-        f"for p < 2: {names}. Spare them (pdecay.param_groups does), or initialise them otherwise.",
+        f"these tensors are all zero and would never change, since zero is a fixed point of the "
+        f"decay for p < 2: {names}. Exclude them from the decay (pdecay.param_groups does), or "
+        "initialise them differently.",
         stacklevel=_stack_level(),
     )
 
@@ -172,7 +175,7 @@ def _memory(param: Tensor) -> tuple[StorageWeakRef, int, torch.Size]:
 
 
 def _stack_level() -> int:
-    """How far above `_warn`'s warnings.warn the first frame outside this package is."""
+    """Return the stacklevel with which `_warn` points at the first frame outside this package."""
     level = 1
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("pdecay"):
@@ -182,11 +185,11 @@ def _stack_level() -> int:
 
 def _patterns(name: str, patterns: Iterable[str] | str) -> list[str]:
     if not isinstance(patterns, Iterable):
-        raise TypeError(f"{name} must hold name patterns (strings), got {patterns!r}")
+        raise TypeError(f"{name} must be a list of name patterns (strings), got {patterns!r}")
     listed = [patterns] if isinstance(patterns, str) else list(patterns)
     for pattern in listed:
         if not isinstance(pattern, str):
-            raise TypeError(f"{name} must hold name patterns (strings), got {pattern!r}")
+            raise TypeError(f"{name} must be a list of name patterns (strings), got {pattern!r}")
     return listed
 
 

@@ -1,18 +1,18 @@
-"""The one equation: the p-norm penalty, its auxiliary variable and the factor of its decay step.
+"""The p-norm penalty, its auxiliary variable and the factor of its decay step.
 
 The penalty of a weight vector w is a sum of powers of norms,
 
     R(w) = sum_k (lam_k / p_k) * sum_i |w_i|^p_k .
 
-With the auxiliary variable ``s = |w|^(p-2)`` it is a weighted square, ``(lam/2) * s * w^2`` up to a
-function of s alone, and its proximal step at fixed s is a division that can neither overshoot nor
+With the auxiliary variable ``s = |w|^(p-2)`` it is a weighted square: ``(lam/2) * s * w^2`` plus a
+function of s only. Its proximal step at fixed s is a division, which can neither overshoot nor
 flip a sign:
 
     w  <-  w_tilde / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2))
 
 ``w_old`` is the weight before and ``w_tilde`` the weight after the optimizer's own update. Every
 path of this package, on every framework, either calls :meth:`Penalty.factor` or is tested against
-it. Only operators that arrays of all frameworks share are used, in place where they can be.
+it. The code uses only operators that the arrays of all frameworks have, in place where possible.
 """
 
 from __future__ import annotations
@@ -36,48 +36,49 @@ class Penalty:
     terms: tuple[Lp, ...]
 
     def value(self, w: Array) -> Array:
-        """``R(w) = sum_k (lam_k / p_k) * sum_i |w_i|^p_k``, a scalar of w's framework.
+        """Return ``R(w) = sum_k (lam_k / p_k) * sum_i |w_i|^p_k``, a scalar of w's framework.
 
-        At p = 0, where lam/p has no limit, it is the count ``lam * #{w != 0}``.
+        At p = 0, where lam/p diverges, the value is ``lam`` times the number of non-zeros.
         """
         x = magnitude(w)
         with np.errstate(over="ignore"):
             return sum((term._value(x) for term in self.terms[1:]), self.terms[0]._value(x))
 
     def s(self, w: Array) -> Array:
-        """The auxiliary variable at its optimum, ``|w|^(p-2)``; infinite at w = 0 for p < 2.
+        """Return the auxiliary variable at its optimum, ``|w|^(p-2)``; inf at w = 0 for p < 2.
 
-        For a sum it is the mean of the terms' own, weighted by lam, so that the decay step is
+        For a sum it is the mean of the terms' s, weighted by lam. The decay factor is then
         ``1 / (1 + lr * lam * s)`` with lam the sum of all lam.
         """
         with np.errstate(divide="ignore", over="ignore"):
             x = magnitude(w)
             low, _ = _normal_range(x)
-            most = max(term.lam for term in self.terms)
-            if len(self.terms) == 1 or not most:
+            largest = max(term.lam for term in self.terms)
+            if len(self.terms) == 1 or not largest:
                 shares = [(term.p, 1 / len(self.terms)) for term in self.terms]
-            else:  # no share may underflow to 0, which times an infinite s is not a number
-                total = sum(term.lam / most for term in self.terms)
-                shares = [(t.p, max(t.lam / most / total, low)) for t in self.terms if t.lam]
+            else:  # no share may underflow to 0: 0 times an infinite s is NaN
+                total = sum(term.lam / largest for term in self.terms)
+                shares = [(t.p, max(t.lam / largest / total, low)) for t in self.terms if t.lam]
             return _weighted_powers(x, shares)
 
     def factor(self, w_old: Array, lr: float | Array) -> Array:
         """Return the factor, between 0 and 1, that multiplies the weights after the update.
 
-        ``1 / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2))``, elementwise, in single precision for
-        half-precision weights (a factor near 1 would round to 1), by magnitude for complex ones.
+        The factor is ``1 / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2))``, elementwise. For
+        half-precision weights it is in single precision, since a factor near 1 would round to 1.
+        For complex weights it uses the magnitude.
 
-        Guarded points: where ``lr * lam`` is 0 the factor is 1 everywhere, also at w_old = 0.
-        Where it is not, the power is infinite at w_old = 0 for p < 2, and the factor exactly 0.
+        Singular points: if ``lr * lam`` is 0, the factor is 1 everywhere, also at w_old = 0.
+        Otherwise, the power is infinite at w_old = 0 for p < 2, and the factor is exactly 0.
         """
-        # An lr on a device is not read: that would wait for the device.
+        # Do not read the value of an lr on a device: that would wait for the device.
         is_array = hasattr(lr, "dtype") and not isinstance(lr, numbers.Real)
         rate = None if is_array else check_number("lr", lr)
         x = magnitude(w_old)
         xp = namespace(x)
         low, high = _normal_range(x)
-        # 0 * inf is not a number: a term of weight 0 is left out, and one whose weight would
-        # underflow to 0 (or overflow) in the weights' precision is kept representable.
+        # 0 * inf is NaN: leave out terms with weight 0, and clamp weights that would underflow to 0
+        # (or overflow) in the precision of w_old.
         shares = [(p, lam if rate is None else rate * lam) for p, lam in self.pairs()]
         weights = [(p, min(max(share, low), high)) for p, share in shares if share]
         if not weights:
@@ -93,11 +94,11 @@ class Penalty:
 
     @property
     def absorbs(self) -> bool:
-        """Whether zero is a fixed point of the step, which holds for p < 2."""
+        """Whether zero is a fixed point of the decay step: true if a term has p < 2, lam > 0."""
         return any(term.p < 2 and term.lam > 0 for term in self.terms)
 
     def pairs(self) -> list[list[float]]:
-        """``[[p, lam], ...]``: plain numbers, as they stand in an optimizer's ``param_groups``."""
+        """Return ``[[p, lam], ...]``, the plain numbers in an optimizer's ``param_groups``."""
         return [[term.p, term.lam] for term in self.terms]
 
     def __add__(self, other: object) -> Penalty:
@@ -114,10 +115,10 @@ class Lp(Penalty):
     """The penalty ``(lam / p) * sum |w|^p`` for any p >= 0.
 
     Args:
-        p: the norm. Below 1 zero attracts weights however hard the gradient pulls; at 1 it holds
-            those whose gradient is below lam; above 1 weights get tiny but not exactly 0; 2 is
-            ordinary weight decay.
-        lam: its strength. The step is decoupled and multiplied by the learning rate, as AdamW's.
+        p: the norm. For p < 1, weights close to zero become zero whatever their gradient. For
+            p = 1, they do so if their gradient is below lam. For 1 < p < 2, weights become small
+            but not exactly zero. p = 2 is ordinary weight decay.
+        lam: its strength. As in AdamW, the decay is decoupled and multiplied by the learning rate.
 
     Example:
         >>> Lp(1, 0.1).factor(np.array([0.0, 0.1, 1.0]), lr=1.0)
@@ -136,16 +137,16 @@ class Lp(Penalty):
         return (self,)
 
     def _value(self, x: Array) -> Array:
-        if not self.lam:  # 0 times a power that overflows would not be a number
+        if not self.lam:  # 0 times a power that overflows would be NaN
             return (x * 0.0).sum()
         powers = x**self.p if self.p else namespace(x).ones_like(x) * (x != 0)
-        low, high = _normal_range(x)  # nor would inf, lam over a tiny p, times a sum of 0
+        low, high = _normal_range(x)  # lam / p overflows for a tiny p: inf * 0 would be NaN
         return min(max(self.lam / (self.p or 1), low), high) * powers.sum()
 
 
 @dataclass(frozen=True)
 class Sum(Penalty):
-    """Several :class:`Lp` terms at once (elastic weight decay)."""
+    """A sum of :class:`Lp` terms (elastic weight decay)."""
 
     terms: tuple[Lp, ...]
 
@@ -177,10 +178,10 @@ def as_penalty(decay: object) -> Penalty | None:
 
 
 def factor_of(w_old: Array, pairs: Sequence[tuple[Array, Array]], lr: float | Array) -> Array:
-    """Return :meth:`Penalty.factor` for pairs (p, lam) of which some are arrays without a value.
+    """Return :meth:`Penalty.factor` for (p, lam) pairs that may be traced arrays.
 
-    A schedule under ``jax.jit`` has no value while the function is traced, so nothing is checked:
-    p, lam and lr must be at least 0.
+    A schedule has no value while ``jax.jit`` traces it. Nothing is checked here: p, lam and lr must
+    be at least 0.
     """
     x = magnitude(w_old)
     xp = namespace(x)
@@ -189,15 +190,15 @@ def factor_of(w_old: Array, pairs: Sequence[tuple[Array, Array]], lr: float | Ar
     for p, lam in pairs:
         weight = xp.astype(xp.asarray(lr * lam), x.dtype)
         power = x ** xp.astype(xp.asarray(p - 2.0), x.dtype)
-        # 0 * inf is not a number: a term of weight 0 is left out
+        # 0 * inf is NaN: leave out terms with weight 0
         total = total + xp.where(weight > 0, xp.clip(weight, low, high) * power, 0.0)
     return 1 / (1 + total)
 
 
 def magnitude(w: Array) -> Array:
-    """``|w|`` in fresh memory and at least single precision, subnormal numbers as 0.
+    """Return ``|w|`` as a new array in at least single precision, with subnormal numbers set to 0.
 
-    Subnormal weights are on their way to 0, and arithmetic on them is many times slower.
+    Subnormal weights are about to become 0, and arithmetic on them is many times slower.
     """
     if not hasattr(w, "dtype"):
         w = np.asarray(w)
@@ -212,9 +213,9 @@ def magnitude(w: Array) -> Array:
 
 
 def _weighted_powers(x: Array, weights: Sequence[tuple[float, float]]) -> Array:
-    """``sum_k weight_k * x^(p_k - 2)`` for pairs (p_k, weight_k), in x's memory.
+    """Compute ``sum_k weight_k * x^(p_k - 2)`` for pairs (p_k, weight_k), in place in x.
 
-    0 to a negative power is inf and 0 to the power of 0 is 1: the limits that the step needs.
+    0 to a negative power is inf and 0 to the power of 0 is 1, as the decay step needs.
     """
     (p, weight), *others = weights
     rest = [(x ** (p_k - 2), weight_k) for p_k, weight_k in others]
@@ -227,6 +228,6 @@ def _weighted_powers(x: Array, weights: Sequence[tuple[float, float]]) -> Array:
 
 
 def _normal_range(x: Array) -> tuple[float, float]:
-    """The smallest and the largest normal number of x's precision."""
+    """Return the smallest and the largest normal number of x's precision."""
     info = namespace(x).finfo(x.dtype)
     return float(info.smallest_normal), float(info.max)

@@ -1,7 +1,7 @@
-"""The paper, literally and slowly: what every fast path is tested against.
+"""Slow, literal implementation of the paper; the tests compare every fast path with it.
 
-Nothing here is fast, in place or clever. Scalars loop over scalars, in double precision unless the
-caller's arrays are narrower, and each line can be held against the paper's.
+The code loops over scalars, in double precision unless the caller's tensors are narrower. Nothing
+is optimised or done in place, so that each line can be compared with the paper.
 
 References:
     Outmezguine and Levi, Decoupled Weight Decay for Any p Norm, 2024: Algorithm 1, section 4.2 (the
@@ -20,11 +20,11 @@ from pdecay._core.penalty import Penalty
 
 
 def pwd_step(w_tilde: float, w_old: float, pairs: Sequence[Sequence[float]], lr: float) -> float:
-    """Line 9 of Algorithm 1 for one weight and a sum of norms (eq. 15).
+    """Return one weight after line 9 of Algorithm 1, for a sum of norms (eq. 15).
 
     ``w <- w_tilde * |w_old|^q / (|w_old|^q + lr * sum_k lam_k * |w_old|^(p_k + q - 2))`` with
-    ``q = max(0, 2 - min p)``, which is the division by ``1 + lr * sum_k lam_k * s_k`` without the
-    infinite s at w_old = 0.
+    ``q = max(0, 2 - min p)``. This equals the division by ``1 + lr * sum_k lam_k * s_k``, but
+    avoids the infinite s at w_old = 0.
     """
     active = [(p, lam) for p, lam in pairs if lr * lam > 0]
     if not active:
@@ -37,7 +37,7 @@ def pwd_step(w_tilde: float, w_old: float, pairs: Sequence[Sequence[float]], lr:
 
 
 def pwd(w_tilde: Tensor, w_old: Tensor, penalty: Penalty, lr: float) -> Tensor:
-    """:func:`pwd_step` for each weight of a real tensor, in double precision."""
+    """Apply :func:`pwd_step` to each weight of a real tensor, in double precision."""
     pairs = penalty.pairs()
     new = [
         pwd_step(tilde, old, pairs, lr)
@@ -55,16 +55,19 @@ def algorithm_1(
     schedule: Callable[[int], float],
     steps: int,
 ) -> Tensor:
-    """Algorithm 1: any gradient-based optimizer with the p-norm weight decay step.
+    """Run Algorithm 1: any gradient-based optimizer with the p-norm weight decay step.
 
     Args:
         w: the parameter vector at t = 0.
-        gradient: g_t from w_(t-1).
-        update: OptimizerWeightUpdate(g_t, t), which returns delta w_t.
-        penalty: p and lam, or several of them.
-        lr: alpha.
-        schedule: SetScheduleMultiplier(t), which returns eta_t.
-        steps: the stopping criterion.
+        gradient: returns g_t for w_(t-1).
+        update: the paper's OptimizerWeightUpdate(g_t, t); returns delta w_t.
+        penalty: an :class:`Lp` or a sum of them.
+        lr: the learning rate, alpha in the paper.
+        schedule: the paper's SetScheduleMultiplier(t); returns eta_t.
+        steps: the number of steps.
+
+    Returns:
+        The parameter vector after the last step.
     """
     for t in range(1, steps + 1):
         g = gradient(w)
@@ -76,7 +79,7 @@ def algorithm_1(
 
 
 class AdamUpdate:
-    """Adam's delta w: OptimizerWeightUpdate of :func:`algorithm_1`, as Kingma and Ba print it."""
+    """Adam as Kingma and Ba define it, as an `update` for :func:`algorithm_1`."""
 
     def __init__(
         self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, amsgrad: bool = False
@@ -100,7 +103,7 @@ class AdamUpdate:
 
 
 class SGDUpdate:
-    """SGD's delta w with momentum, as ``torch.optim.SGD`` defines it."""
+    """SGD with momentum, defined as in ``torch.optim.SGD``; an `update` for :func:`algorithm_1`."""
 
     def __init__(self, momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False):
         self.momentum, self.dampening, self.nesterov = momentum, dampening, nesterov
@@ -117,9 +120,10 @@ class SGDUpdate:
 
 
 class Listing1(torch.optim.AdamW):
-    """The paper's Listing 1, flaws included: what it costs and where it breaks is measured on it.
+    """The paper's Listing 1, including its flaws; a baseline for the tests and the benchmarks.
 
-    Its decay is ``p * lr * lambda_p`` where Algorithm 1 has ``lr * lam``: ``lam = p * lambda_p``.
+    Its decay uses ``p * lr * lambda_p`` where Algorithm 1 uses ``lr * lam``, so
+    ``lam = p * lambda_p``. It breaks at w = 0 with lr = 0, and its settings are not in checkpoints.
     """
 
     def __init__(
@@ -148,8 +152,9 @@ class Listing1(torch.optim.AdamW):
 
 
 def extended_penalty(w: Tensor, s: Tensor, p: float, lam: float) -> Tensor:
-    """``R(w, s) = (lam/2) * sum_i [s_i w_i^2 + K(s_i)]``, ``K(s) = (2-p)/p * s^(p/(p-2))``.
+    """Return the penalty as a function of the weights and of the auxiliary variable s.
 
+    ``R(w, s) = (lam/2) * sum_i [s_i w_i^2 + K(s_i)]`` with ``K(s) = (2-p)/p * s^(p/(p-2))``.
     Its minimum over s > 0 is ``(lam/p) * sum |w|^p``, for 0 < p < 2 (eqs. 1 and 2).
     """
     k = (2 - p) / p * s ** (p / (p - 2))
@@ -159,10 +164,11 @@ def extended_penalty(w: Tensor, s: Tensor, p: float, lam: float) -> Tensor:
 def toy(
     p: float = 0.6, lam: float = 1.0, lr: float = 0.1, steps: int = 100
 ) -> dict[str, list[float]]:
-    """The weight under gradient descent on ``(w-1)^2/2 + (lam/p)|w|^p`` from w = 1 (section 4.2).
+    """Run the paper's toy example (section 4.2) and return the weight after each step.
 
-    Three ways: the norm in the gradient ("gradient"), s at every step ("s every step"), and s
-    from s_0 = 0.1 at every 20th step ("s every 20 steps").
+    It minimises ``(w-1)^2/2 + (lam/p)|w|^p`` from w = 1 in three variants: with the penalty in the
+    gradient ("gradient"), with s updated at every step ("s every step"), and with s_0 = 0.1 and s
+    updated at every 20th step ("s every 20 steps").
     """
     return {
         "gradient": _toy_gradient(p, lam, lr, steps),
@@ -185,6 +191,6 @@ def _toy_decay(
     s = torch.tensor(start, dtype=torch.float64)
     for t in range(steps):
         if t % every == 0 and (t > 0 or every == 1):
-            s = abs(w[-1]) ** (p - 2)  # inf at 0, which keeps the weight there
+            s = abs(w[-1]) ** (p - 2)  # inf at 0, so that the weight stays 0
         w.append((w[-1] - lr * (w[-1] - 1)) / (1 + lr * lam * s))
     return [value.item() for value in w]

@@ -2,27 +2,27 @@
  *
  * Included once for REAL = float and once for REAL = double (see step.c): NAME(x) is x_f32 or x_f64.
  *
- * The terms with p = 2 are a constant and are taken out first: flat = 1 / (1 + sum c of p = 2), which the other
- * c are multiplied with, so that an elastic pair (p, 2) costs no more than p alone. What is left has a form:
- *   FLAT                       nothing: factor = flat
- *   P_0, P_HALF, P_1, P_3_2    factor = flat * t / (t + 1), t = (|w| / knee)^(2 - p), knee = c^(1 / (2 - p)), the
- *                              weight that the decay halves: t takes a product and a square root at most
- *   POWER, TWO_POWERS, POWERS  factor = flat / (1 + sum_k c_k |w|^(p_k - 2)) by the power of fastpow.h
+ * Terms with p = 2 are constant and are factored out: flat = 1 / (1 + sum of c with p = 2). The other c are
+ * multiplied by flat, so that the pair (p, 2) costs no more than p alone. The form depends on the other terms:
+ *   FLAT                       none: factor = flat
+ *   P_0, P_HALF, P_1, P_3_2    factor = flat * t / (t + 1), t = (|w| / knee)^(2 - p). knee = c^(1 / (2 - p)) is the
+ *                              weight that the decay halves. t needs at most a product and a square root.
+ *   POWER, TWO_POWERS, POWERS  factor = flat / (1 + sum_k c_k |w|^(p_k - 2)), with the power of fastpow.h
  *
- * Weights below the smallest normal number count as zero. The factor is within 0 .. 1 for every w but NaN.
+ * Weights below the smallest normal number count as zero. The factor is in [0, 1] for every w except NaN.
  */
 
 typedef struct {
     int form;
     REAL flat;
-    REAL at_zero;               /* the factor of w = 0: 0 where a p is below 2, else flat */
+    REAL at_zero;               /* the factor at w = 0: 0 if a p is below 2, else flat */
     REAL per_knee;              /* 1 / knee */
     int64_t powers;
-    NAME(power) first, second;  /* by value: behind a pointer they might change with every weight written */
-    const NAME(power) *power;   /* all of them */
+    NAME(power) first, second;  /* by value: through a pointer, the compiler would reload them after each store */
+    const NAME(power) *power;   /* all powers */
 } NAME(decay);
 
-/* t of the four forms that have one, stopped where t + 1 == t. */
+/* t for the forms P_0 to P_3_2, limited to the point where t + 1 == t. */
 INLINE REAL NAME(knee_power)(const NAME(decay) *decay, int form, REAL w)
 {
     REAL y = FABS(w) * decay->per_knee;
@@ -30,7 +30,7 @@ INLINE REAL NAME(knee_power)(const NAME(decay) *decay, int form, REAL w)
     return t < T_LIMIT ? t : T_LIMIT;
 }
 
-/* `form` is a constant wherever these are called, so that each loop is compiled for one form. */
+/* Callers pass a constant `form`, so that each loop is compiled for one form. */
 INLINE REAL NAME(factor_of)(const NAME(decay) *decay, int form, REAL w)
 {
     if (form == FLAT) return decay->flat;
@@ -44,7 +44,7 @@ INLINE REAL NAME(factor_of)(const NAME(decay) *decay, int form, REAL w)
     return decay->flat * t / (t + 1);
 }
 
-/* Any number of powers: the block stays in the cache, so a loop for each is no second pass over memory. */
+/* Any number of powers, one loop for each: the block is in the L1 cache, so memory is still read once. */
 static void NAME(factor_of_powers)(const NAME(decay) *decay, const REAL *restrict w, REAL *restrict factor, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) factor[i] = 1;
@@ -74,7 +74,7 @@ static void NAME(factor_block)(const NAME(decay) *rule, const REAL *restrict w, 
 #undef ALL_OF
 }
 
-/* c has to stay a normal number: at c = 0 (underflow) a zero weight would be 0 / 0. */
+/* Clamp c to the normal numbers: if c underflowed to 0, the factor at w = 0 would be 0 / 0. */
 static double NAME(normal)(double c)
 {
     return c < SMALLEST ? SMALLEST : c > LARGEST ? LARGEST : c;
@@ -86,7 +86,7 @@ static NAME(power) NAME(as_power)(double q, double c)
     return (NAME(power)){ (REAL)q, (REAL)(q / EXPONENT_STEP), (REAL)whole, (REAL)(c / exp2(whole)) };
 }
 
-/* Chooses the form. `power` has room for all terms; all c are above 0. */
+/* Choose the form. `power` is an array with space for all terms; all c are above 0. */
 static NAME(decay) NAME(plan_decay)(int64_t terms, const double *p, const double *c, NAME(power) *power)
 {
     double flat = 1;

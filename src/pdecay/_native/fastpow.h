@@ -1,16 +1,16 @@
-/* A fast |w|^q: q * log2 |w| by a polynomial, 2 to that by another; no table and no branch, so that a
- * compiler turns a loop over it into vector code on any machine.
+/* A fast |w|^q = 2^(q * log2 |w|), with one polynomial for log2 and one for the power of 2. There are no tables
+ * and no branches, so that compilers vectorise loops over it on any machine.
  *
- * What makes it accurate over all normal numbers, and not only near 1: the exponent of |w| stays apart from
- * its mantissa, log2 |w| = whole + part with `whole` an exact integer. As one float, log2 |w| would be off by
- * up to 4e-6 where |w| is 1e-30; a fused multiply-add of the two parts keeps what that loses.
+ * To be accurate for all normal numbers and not only near 1, the exponent of |w| is kept separate from its
+ * mantissa: log2 |w| = whole + part with an exact integer `whole`. In a single float, log2 |w| would have an error
+ * of up to 4e-6 at |w| = 1e-30; a fused multiply-add of the two parts avoids it.
  *
- * Largest relative error found for |q| <= 2: float 5.7e-6 (most of it is q rounded to a float, met near the ends
- * of the range only; 3.8e-6 for 1e-6 < |w| < 1e6), double 1e-15. tests/kernels/test_fastpow.py walks the range.
+ * Largest measured relative error for |q| <= 2: 5.7e-6 in float (mostly from rounding q to float, and only near the
+ * ends of the range; 3.8e-6 for 1e-6 < |w| < 1e6) and 1e-15 in double. tests/optim/kernels/test_fastpow.py
+ * measures it over the whole range.
  *
- * For speed: the polynomials are split in pairs of coefficients, which shortens the chain of operations that
- * wait for each other. The clamps are of integers, one instruction each; (x < a ? a : x) of floats takes three
- * where NaN counts.
+ * For speed, the polynomials are evaluated in pairs of coefficients, which shortens the chain of dependent
+ * operations. Clamping uses integers, one instruction each; (x < a ? a : x) on floats takes three because of NaN.
  */
 #ifndef PDECAY_FASTPOW_H
 #define PDECAY_FASTPOW_H
@@ -18,7 +18,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Not a hint: a loop vectorises only with all that it calls inside it. */
+/* Required, not a hint: a loop is vectorised only if every function that it calls is inlined. */
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE int32_t bits_f32(float x) { int32_t i; memcpy(&i, &x, sizeof i); return i; }
@@ -26,16 +26,16 @@ INLINE int64_t bits_f64(double x) { int64_t i; memcpy(&i, &x, sizeof i); return 
 INLINE float float_of(int32_t i) { float x; memcpy(&x, &i, sizeof x); return x; }
 INLINE double double_of(int64_t i) { double x; memcpy(&x, &i, sizeof x); return x; }
 
-/* A term c * |w|^q, c = mantissa * 2^whole with 0.7 < mantissa < 1.5. */
+/* A term c * |w|^q, with c = mantissa * 2^whole and 0.7 < mantissa < 1.5. */
 typedef struct { float q, q_of_bits, whole, mantissa; } power_f32;
 typedef struct { double q, q_of_bits, whole, mantissa; } power_f64;
 
-/* log2 of a number: `whole` is its exponent as it stands in the number's bits, times 2^23 (2^52), so that no
- * shift is needed; q_of_bits is q divided by as much. |part| <= 1/2. */
+/* log2 of a number. `whole` is the exponent in its bit position, i.e. times 2^23 (2^52), which saves a shift;
+ * q_of_bits is q divided by the same power. |part| <= 1/2. */
 typedef struct { float whole, part; } log2_f32;
 typedef struct { double whole, part; } log2_f64;
 
-/* log2 of x > 0, x a normal number (anything else gives some finite number). */
+/* log2 of a normal number x > 0. Other values give an arbitrary finite number. */
 INLINE log2_f32 log2_parts_f32(float x)
 {
     const int32_t half_root = 0x3f3504f3;                            /* sqrt(1/2): centres the mantissa on 1 */
@@ -52,8 +52,8 @@ INLINE log2_f64 log2_parts_f64(double x)
     const int64_t half_root = 0x3fe6a09e667f3bcd;
     int64_t exponent = (bits_f64(x) - half_root) & (int64_t)0xfff0000000000000;
     double z = double_of(bits_f64(x) - exponent) - 1.0;
-    double s = z / (z + 2.0), t = s * s;        /* log m = 2 artanh((m - 1) / (m + 1)): nine terms of its */
-    double y = 1.0 / 17.0;                      /* series reach 1e-15, |s| being below 0.172 */
+    double s = z / (z + 2.0), t = s * s;        /* log m = 2 artanh((m - 1) / (m + 1)), with nine terms of */
+    double y = 1.0 / 17.0;                      /* the series: error 1e-15, since |s| < 0.172 */
     y = y * t + 1.0 / 15.0;
     y = y * t + 1.0 / 13.0;
     y = y * t + 1.0 / 11.0;
@@ -65,11 +65,11 @@ INLINE log2_f64 log2_parts_f64(double x)
     return (log2_f64){ (double)exponent, 2.8853900817779268 * s * y };
 }
 
-/* |w|^q * 2^whole from log2 |w|, kept within 2^-126 .. 2^126 (2^-1022 .. 2^1022): never inf, never NaN.
+/* |w|^q * 2^whole from log2 |w|, clamped to 2^-126 .. 2^126 (2^-1022 .. 2^1022): never inf, never NaN.
  *
- * Adding 1.5 * 2^23 (+ the exponent's bias) rounds to the nearest integer and leaves that integer in the low
- * bits, from where a shift puts it into the exponent of the result. This is why this file must never be
- * compiled with -fassociative-math, a part of -ffast-math. */
+ * Adding 1.5 * 2^23 (plus the exponent bias) rounds to the nearest integer and leaves that integer in the low
+ * bits; a shift moves it to the exponent of the result. Therefore this file must not be compiled with
+ * -fassociative-math, a part of -ffast-math. */
 INLINE float power_of_f32(log2_f32 x, power_f32 term)
 {
     const float rounder = 0x1.8p23f + 127.0f;
@@ -91,7 +91,7 @@ INLINE double power_of_f64(log2_f64 x, power_f64 term)
     const int64_t zero = 0x4338000000000000;
     double rounded = (term.q_of_bits * x.whole + (term.q * x.part + term.whole)) + rounder;
     double z = term.q * x.part + (term.q_of_bits * x.whole + ((term.whole + rounder) - rounded));
-    double y = 2.5678435993488196e-11;          /* the series of exp(z log 2): (log 2)^k / k!, to 2e-16 */
+    double y = 2.5678435993488196e-11;          /* series of exp(z log 2), (log 2)^k / k!: error 2e-16 */
     y = y * z + 4.44553827187081e-10;
     y = y * z + 7.054911620801121e-09;
     y = y * z + 1.0178086009239696e-07;

@@ -1,14 +1,15 @@
-/* The fused steps: an optimizer's own update and the decay, for a whole list of tensors, in one pass over
- * memory and one parallel region. Plain C on raw pointers: no PyTorch header, so no ABI to match.
+/* The fused steps: an optimizer's own update and the decay, for a list of tensors, in one pass over memory and
+ * one parallel region. Plain C on raw pointers; without PyTorch headers there is no ABI to match.
  *
  *   w <- w_tilde / (1 + sum_k c_k |w_old|^(p_k - 2)),   c_k = lr * lam_k
  *
- * All tensors are cut into chunks of similar size, which the threads take one after another (a thread that the
- * system holds up delays no other), and chunks into blocks that fit the first caches. decay.h has the factor,
- * update.h the updates, fastpow.h the power. Half-precision tensors are widened to float blocks and narrowed
- * after. The loops are plain C that compilers vectorise; build.py has the flags and why they are what they are.
+ * A stream is the array of all weights, of all gradients, or of one kind of optimizer state. Tensors are split
+ * into chunks of similar size, which are scheduled dynamically, so that one slow thread does not delay the others.
+ * Chunks are split into blocks that fit into the L1 cache. decay.h computes the factor, update.h the updates,
+ * fastpow.h the power. Half-precision blocks are converted to float and back. The loops are plain C that compilers
+ * vectorise; build.py explains the compiler flags.
  *
- * native.py is the only caller: it has checked devices, dtypes and layouts.
+ * The only caller, native.py, checks devices, dtypes and layouts.
  */
 #include <float.h>
 #include <math.h>
@@ -29,8 +30,9 @@ enum { OLD_WEIGHT = 1 };                                        /* decay: weight
 typedef struct { double lr, beta1, beta2, eps, weight_decay, tiny; int maximize; } adam_settings;
 typedef struct { double lr, momentum, dampening, weight_decay, tiny; int nesterov, maximize; } sgd_settings;
 
-/* Weights on their way to zero pass through denormal numbers, and so do the averages of a dead unit; x86
- * computes with those a hundred times slower. There, flush them: in this thread, from enter to leave only. */
+/* Weights that decay to zero pass through denormal numbers, and so do the averages of dead units. On x86,
+ * arithmetic with denormals is a hundred times slower. Flush them to zero there, in this thread only, from
+ * enter_flush to leave_flush. */
 #if defined(__SSE2_MATH__)
 #define PROCESSOR_FLUSHES
 static unsigned enter_flush(int decays)
@@ -78,14 +80,14 @@ static void leave_flush(unsigned before) { (void)before; }
 #include "decay.h"
 #include "update.h"
 
-/* One call: the streams of all tensors and what to do with a block of them. */
+/* One call: the streams of all tensors and the function that updates a block of them. */
 typedef struct {
     int dtype, threads, streams;
-    unsigned written;                   /* bit s: stream s changes */
+    unsigned written;                   /* bit s is set if stream s is written */
     int64_t tensors;
     const int64_t *sizes;
     void *const *data;                  /* data[s * tensors + i]: stream s of tensor i */
-    const double *scalars;              /* two numbers of each tensor, for the update */
+    const double *scalars;              /* two numbers for each tensor, passed to the update */
     const void *settings;
     void (*update_f32)(const void *, const decay_f32 *, const double *, block_f32);
     void (*update_f64)(const void *, const decay_f64 *, const double *, block_f64);
@@ -128,7 +130,7 @@ static void narrow(int dtype, const float *from, void *to, int64_t n)
 #endif
 }
 
-/* ---- weights begin .. end of one tensor ---- */
+/* ---- the weights from `begin` to `end` of one tensor ---- */
 
 static void run_f32(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
@@ -197,7 +199,7 @@ static int run(const job *job)
         unsigned before = enter_flush(job->decays);
         #pragma omp for schedule(dynamic)
         for (int64_t c = 0; c < chunks; c++) {
-            int64_t low = 0, high = job->tensors;         /* the tensor whose chunks hold c */
+            int64_t low = 0, high = job->tensors;         /* bisect for the tensor that contains chunk c */
             while (high - low > 1) {
                 int64_t middle = (low + high) / 2;
                 if (chunks_before[middle] <= c) low = middle;
@@ -215,10 +217,10 @@ static int run(const job *job)
     return DONE;
 }
 
-/* ---- what native.py calls ---- */
+/* ---- the interface that native.py calls ---- */
 
-/* `threads`: torch.get_num_threads(). `data`: one array of pointers, all weights, then all of the next stream.
- * `p`, `c`: the terms, c = lr * lam; those with c = 0 are gone already. */
+/* `threads`: torch.get_num_threads(). `data`: pointers to all weights, then to all tensors of the next stream.
+ * `p`, `c`: the terms, c = lr * lam. The caller has removed terms with c = 0. */
 
 int pdecay_adam(int dtype, int threads, int64_t tensors, const int64_t *sizes, void *const *data, int64_t terms,
                 const double *p, const double *c, void *const *steps, int double_steps,
@@ -248,7 +250,7 @@ int pdecay_adam(int dtype, int threads, int64_t tensors, const int64_t *sizes, v
     return status;
 }
 
-/* `first[i]`: the momentum buffer of tensor i is fresh; it is written without being read. */
+/* `first[i]`: the momentum buffer of tensor i is uninitialised: it is written and not read. */
 int pdecay_sgd(int dtype, int threads, int64_t tensors, const int64_t *sizes, void *const *data, int64_t terms,
                const double *p, const double *c, const unsigned char *first, double lr,
                double momentum, double dampening, int nesterov, double weight_decay, int maximize)
@@ -288,7 +290,7 @@ int pdecay_decay(int dtype, int threads, int64_t tensors, const int64_t *sizes, 
     return run(&job);
 }
 
-/* |x|^q, for the test of its error. */
+/* |x|^q, for the test of its accuracy. */
 void pdecay_power_f32(const float *x, float *power, int64_t n, double q)
 {
     for (int64_t i = 0; i < n; i++)

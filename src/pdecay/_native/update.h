@@ -1,26 +1,26 @@
 /* The optimizers' own updates of a block of weights, times the factor of decay.h.
  *
  * Included once for REAL = float and once for REAL = double (see step.c). A loop either computes the factor
- * itself (`form` is a constant; the fastest, for the arithmetic then hides behind the memory) or finds it in
- * block.factor, filled by a loop before it (form READY). A block fits the first caches, so that both are one pass
- * over memory. Only what training mostly runs has a loop for each form: all combinations would take long to
- * compile.
+ * itself, with `form` (see decay.h) known at compile time, or reads it from block.factor, which an earlier loop
+ * has filled (form READY). The first is faster, since arithmetic overlaps with memory access. With both, memory is
+ * read once, since a block fits into the L1 cache. Only the common settings have a loop for each form, to keep the
+ * compile time short.
  */
 
 typedef struct {
     REAL *stream[STREAMS];
-    REAL *factor;               /* room for the factors of the block */
+    REAL *factor;               /* buffer for the factors of the block */
     int64_t n;
 } NAME(block);
 
-/* Below the smallest normal number a weight is as good as gone, and arithmetic is slow: write +0.0. Where the
- * processor flushes (step.c has told it to, if anything decays) only the sign of zero is left to do. A NaN
- * stays. `tiny` is 0 where nothing decays. */
+/* Replace weights below the smallest normal number by +0.0, since arithmetic on them is slow. NaN is kept. If the
+ * processor flushes denormals (see enter_flush in step.c), only the sign of zero needs correcting. `tiny` is 0
+ * without decay. */
 INLINE REAL NAME(flush)(REAL w, REAL tiny)
 {
 #ifdef PROCESSOR_FLUSHES
     (void)tiny;
-    return w == 0 ? 0 : w;      /* not w + 0: fused with the product before it, that would keep the sign */
+    return w == 0 ? 0 : w;      /* not w + 0: contracted with the preceding product, it would keep the sign */
 #else
     return FABS(w) < tiny ? 0 : w;
 #endif
@@ -66,7 +66,7 @@ INLINE void NAME(sgd_loop)(const sgd_settings *sgd, const NAME(decay) *rule, NAM
         REAL g = sign * grad[i] + weight_decay * w[i];
         REAL move = g;
         if (momentum) {
-            move = first ? g : keep * buffer[i] + new * g;      /* a fresh buffer is not read */
+            move = first ? g : keep * buffer[i] + new * g;      /* do not read an uninitialised buffer */
             buffer[i] = move;
             if (nesterov) move = g + keep * move;
         }
@@ -76,8 +76,8 @@ INLINE void NAME(sgd_loop)(const sgd_settings *sgd, const NAME(decay) *rule, NAM
     }
 }
 
-/* One loop for each form that has one of its own; falls through for the others. */
-#define LOOP_OF_ITS_FORM(LOOP)                 \
+/* Run the loop that is specialised for the decay's form and return; fall through for forms without one. */
+#define RETURN_IF_SPECIALISED(LOOP)            \
     switch (decay->form) {                     \
     case FLAT: LOOP(FLAT); return;             \
     case P_0: LOOP(P_0); return;               \
@@ -91,7 +91,7 @@ INLINE void NAME(sgd_loop)(const sgd_settings *sgd, const NAME(decay) *rule, NAM
 static void NAME(adam)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
 #define LOOP(FORM) NAME(adam_loop)(settings, decay, tensor, block, 0, FORM)
-    if (HOT) LOOP_OF_ITS_FORM(LOOP)
+    if (HOT) RETURN_IF_SPECIALISED(LOOP)
     NAME(factor_block)(decay, block.stream[WEIGHT], block.factor, block.n);
     LOOP(READY);
 #undef LOOP
@@ -108,7 +108,7 @@ static void NAME(sgd)(const void *settings, const NAME(decay) *decay, const doub
     const sgd_settings *sgd = settings;
     const int momentum = sgd->momentum != 0, first = tensor[0] != 0;
 #define LOOP(FORM) NAME(sgd_loop)(sgd, decay, block, 1, 0, 0, FORM)
-    if (HOT && momentum && !first && !sgd->nesterov) LOOP_OF_ITS_FORM(LOOP)
+    if (HOT && momentum && !first && !sgd->nesterov) RETURN_IF_SPECIALISED(LOOP)
 #undef LOOP
     NAME(factor_block)(decay, block.stream[WEIGHT], block.factor, block.n);
     if (!momentum) NAME(sgd_loop)(sgd, decay, block, 0, 0, 0, READY);
@@ -117,7 +117,7 @@ static void NAME(sgd)(const void *settings, const NAME(decay) *decay, const doub
     else if (sgd->nesterov) NAME(sgd_loop)(sgd, decay, block, 1, 0, 1, READY);
     else NAME(sgd_loop)(sgd, decay, block, 1, 0, 0, READY);
 }
-#undef LOOP_OF_ITS_FORM
+#undef RETURN_IF_SPECIALISED
 
 static void NAME(decay_only)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {

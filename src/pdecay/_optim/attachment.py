@@ -1,9 +1,9 @@
-"""The decay step on any torch optimizer, through the optimizer's own hooks.
+"""The decay step for any torch optimizer, through the optimizer's own hooks.
 
     pdecay.attach(optimizer, Lp(0.8, 1e-3))
 
-Before the optimizer's update the weights that decay are copied; after it they are multiplied by
-the factor that their old values give. Nothing else of the optimizer is touched.
+Before the optimizer's update, the weights that decay are copied. After it, they are multiplied by
+the factor computed from the copies. Nothing else in the optimizer changes.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ def attach(
         optimizer: any ``torch.optim.Optimizer``. Wrappers that hold the real one as
             ``.optimizer`` are unwrapped.
         decay: the penalty for groups that have no ``"decay"`` of their own: an :class:`Lp`, a sum
-            of them, or None. In such a group, tensors with fewer than two dimensions are spared.
-        auxiliary: how s follows the weights: ``Instant()`` (the default), ``Every(n)``,
-            ``Slow(rate)``. The last two keep an anchor for each weight and copy nothing.
-        lr: the learning rate of the decay where it is not ``group["lr"]``: a number, or a
-            function of the group for optimizers that find their own step size, for instance
-            ``lambda group: group["d"] * group["lr"]`` for Prodigy. It is asked after the update.
-        fused: whether the factor is computed and multiplied in one pass, with a power that is off
-            by less than 1e-5. False does it by torch's own operations, exactly as
-            ``w.mul_(penalty.factor(w_old, lr))``. None takes the fused C kernel on the CPU.
-        step: "decay" is the paper's; "prox" is the exact proximal step of the penalty instead,
-            which for p <= 1 cuts weights off at a threshold. It copies no weights, and costs more.
+            of them, or None. In such a group, tensors with fewer than two dimensions do not decay.
+        auxiliary: the update rule of s: ``Instant()`` (the default), ``Every(n)`` or
+            ``Slow(rate)``. The last two store one number for each weight and copy no weights.
+        lr: the learning rate of the decay if it is not ``group["lr"]``: a number, or a function of
+            the group for optimizers that adapt their step size, for instance
+            ``lambda group: group["d"] * group["lr"]`` for Prodigy. It is called after the update.
+        fused: True computes the factor and multiplies in one pass; the relative error of its powers
+            is below 1e-5. False uses torch's own operations, exactly as
+            ``w.mul_(penalty.factor(w_old, lr))``. None uses the fused C kernel on the CPU.
+        step: "decay" is the paper's step. "prox" is the exact proximal step of the penalty, which
+            for p <= 1 sets weights below a threshold to zero. It copies no weights, and is slower.
 
     Returns:
-        A handle; its ``detach()`` takes the decay off again.
+        A handle; its ``detach()`` removes the decay.
 
     Note:
         ``copy.deepcopy`` and ``pickle`` drop the hooks of any torch optimizer: attach to the copy
@@ -72,7 +72,7 @@ def attach(
     check_takes_hooks(optimizer, "attach")
     if is_decaying(optimizer):
         raise ValueError(
-            f"this {type(optimizer).__name__} decays already; "
+            f"this {type(optimizer).__name__} already has p-norm weight decay; "
             "detach() the first handle, or change group['decay']"
         )
     if lr is not None and not callable(lr):
@@ -81,9 +81,12 @@ def attach(
         raise ValueError(f'step must be "decay" or "prox", got {step!r}')
     defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
     if step == "prox" and defaults.auxiliary:
-        raise ValueError("the proximal step has no s: auxiliary must be Instant() or None")
+        raise ValueError(
+            'step="prox" uses no auxiliary variable: auxiliary must be Instant() or None, '
+            f"got {auxiliary!r}"
+        )
     for group in optimizer.param_groups:
-        write_settings({**group}, defaults)  # on a copy: all are checked before one changes
+        write_settings({**group}, defaults)  # on a copy: check all groups before changing any
         if lr is None and "lr" not in group:
             raise ValueError(
                 f"{type(optimizer).__name__} has no group['lr']: pass lr=, a number or a function "
@@ -93,17 +96,17 @@ def attach(
 
 
 def attachment_of(optimizer: Optimizer) -> Attachment | None:
-    """The handle that :func:`attach` returned for this optimizer, as long as it is attached."""
+    """Return the handle of :func:`attach` for this optimizer; None if nothing is attached."""
     return find_hooks(optimizer, Attachment)
 
 
 def is_decaying(optimizer: Optimizer) -> bool:
-    """Whether p-norm weight decay acts in this optimizer's step."""
+    """Return whether this optimizer's step applies p-norm weight decay."""
     return getattr(optimizer, "_decays", False) or attachment_of(optimizer) is not None
 
 
 class Attachment(StepHooks):
-    """The decay on one optimizer, as returned by :func:`attach`."""
+    """The handle that :func:`attach` returns: the decay of one optimizer."""
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class Attachment(StepHooks):
         """Return the learning rate of the decay in this group."""
         lr = self._lr(group) if callable(self._lr) else self._lr
         if lr is None and self._lr is not None:
-            raise TypeError("lr must be a number, got None from the function that was given as lr")
+            raise TypeError("the function passed as lr must return a number, got None")
         return decay_rate(group, self.optimizer, lr)
 
     def before_state_dict(self) -> None:
@@ -158,7 +161,7 @@ class Attachment(StepHooks):
             self.rate(group)  # raise for a bad learning rate before any weight changes
         self._old = [
             [
-                # Neither the proximal step nor an anchor's decay needs the old weights.
+                # Neither the proximal step nor a slow auxiliary variable needs the old weights.
                 (param, param.detach().clone() if self._needs_old(group) else param)
                 for i, param in enumerate(group["params"])
                 if scale_of(param, i, group) and (has_closure or param.grad is not None)

@@ -1,9 +1,9 @@
-"""PAdam and PSGD: Adam and SGD with the decay step inside the update, no copy of the weights.
+"""PAdam and PSGD: Adam and SGD with p-norm weight decay.
 
-By default, on the CPU, the update and the decay are one pass over memory in C. With an explicit
-``foreach`` or ``fused=False`` each is torch's own function, with three lines around it: the factor
-from the old weights, the update, the multiplication; the results are then those of
-:func:`pdecay.attach` to the last bit. State and its layout are torch's in every case, so that a
+By default, on the CPU, a C kernel updates and decays in one pass over memory. With an explicit
+``foreach`` or ``fused=False``, each step computes the decay factor from the old weights, calls
+torch's own update function, and multiplies the new weights by the factor. The results are then
+bit-identical to those of :func:`pdecay.attach`. The optimizer state is always torch's, so that a
 checkpoint of ``torch.optim.AdamW`` loads into :class:`PAdam`.
 """
 
@@ -34,7 +34,7 @@ from pdecay._core.penalty import Lp, Penalty, as_penalty
 from pdecay._core.validation import check_number
 from pdecay._optim.engine import DecayBatch, check_rate, decay_rate, update_and_decay_
 
-# torch's own updates, whose signatures are too much for a type checker to see through a star
+# torch's own updates; mypy cannot check their signatures when called with *streams and **hyper
 torch_adam: Callable[..., None] = adam
 torch_sgd: Callable[..., None] = sgd
 _DEFAULT_DECAY = Lp(1, 1e-2)
@@ -46,10 +46,10 @@ class _Decaying(Optimizer):
     _decays = True
 
     def add_param_group(self, param_group: Group) -> None:
-        if isinstance(param_group, dict):  # else torch has the clear error
+        if isinstance(param_group, dict):  # else torch raises a clear error
             param_group = group_with_settings(param_group, self._defaults())
         super().add_param_group(param_group)
-        if "decay" in self.defaults:  # else __init__ is not done, and warns at its end
+        if "decay" in self.defaults:  # else __init__ is still running, and warns at its end
             warn_of_frozen(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -78,15 +78,15 @@ class _Decaying(Optimizer):
         raise NotImplementedError
 
     def _defaults(self) -> Defaults:
-        """From ``self.defaults``, since those are what deepcopy and pickle keep."""
+        """Return the defaults for new groups, from ``self.defaults``, which deepcopy preserves."""
         penalty = as_penalty(self.defaults.get("decay"))
         return Defaults(penalty, self.defaults.get("decay_auxiliary", []))
 
     def _finish_init(self, defaults: Defaults, fused: bool | None, foreach: bool | None) -> None:
         if fused and foreach:
-            raise ValueError("fused and foreach are two ways to take the step: ask for one of them")
-        # torch must not see it: it would refuse what its own fused kernels cannot take, and tell
-        # gradient scalers to leave the unscaling to us
+            raise ValueError("fused and foreach cannot both be True; set at most one of them")
+        # Not passed to torch's constructor: it would reject tensors that torch's own fused kernels
+        # do not support, and would tell gradient scalers to leave the unscaling to the optimizer.
         self.defaults["fused"] = fused
         for group in self.param_groups:
             group["fused"] = fused if group.get("fused") is None else group["fused"]
@@ -98,21 +98,22 @@ class _Decaying(Optimizer):
 class PAdam(_Decaying, AdamW):
     """Adam with decoupled p-norm weight decay.
 
-    The update is that of ``torch.optim.AdamW``, after which::
+    Each step runs the update of ``torch.optim.AdamW``, from ``w_old`` to ``w_tilde``, and then::
 
-        w <- w_tilde / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2)) .
+        w <- w_tilde / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2))
 
     Args:
         params: parameters, named parameters, or groups. A group's own ``"decay"`` (an
             :class:`Lp`, a sum of them, or None) overrides the default; in a group without one,
-            tensors with fewer than two dimensions are spared. See :func:`pdecay.param_groups`.
+            tensors with fewer than two dimensions do not decay. See :func:`pdecay.param_groups`.
         lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable: as in
             ``torch.optim.AdamW``; `weight_decay` is its L2 decay and off by default.
-        fused: True for one pass over memory: in C on the CPU, by ``torch.compile`` elsewhere; its
-            power is off by less than 1e-5. None takes the C kernel where it works and `foreach`
-            is not given. False for torch's own operations.
+        fused: True for one pass over memory, in C on the CPU and by ``torch.compile`` on other
+            devices; the relative error of its powers is below 1e-5. None uses the C kernel if it is
+            available and `foreach` is not given. False for torch's own operations.
         decay: the penalty, :class:`Lp` or a sum of them; None for plain AdamW.
-        auxiliary: how s follows the weights: ``Instant()``, ``Every(n)`` or ``Slow(rate)``.
+        auxiliary: the update rule of s: ``Instant()`` (the default), ``Every(n)`` or
+            ``Slow(rate)``.
 
     Example:
         >>> model = torch.nn.Linear(8, 4)
@@ -191,9 +192,9 @@ class PAdam(_Decaying, AdamW):
 class PSGD(_Decaying, SGD):
     """SGD with momentum and decoupled p-norm weight decay.
 
-    The update is that of ``torch.optim.SGD``, after which::
+    Each step runs the update of ``torch.optim.SGD``, from ``w_old`` to ``w_tilde``, and then::
 
-        w <- w_tilde / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2)) .
+        w <- w_tilde / (1 + lr * sum_k lam_k * |w_old|^(p_k - 2))
 
     Args:
         params: parameters, named parameters, or groups, as in :class:`PAdam`.
@@ -201,7 +202,8 @@ class PSGD(_Decaying, SGD):
             ``torch.optim.SGD``; `weight_decay` is its L2 term, which is added to the gradient.
         fused: as in :class:`PAdam`.
         decay: the penalty, :class:`Lp` or a sum of them; None for plain SGD.
-        auxiliary: how s follows the weights: ``Instant()``, ``Every(n)`` or ``Slow(rate)``.
+        auxiliary: the update rule of s: ``Instant()`` (the default), ``Every(n)`` or
+            ``Slow(rate)``.
 
     Example:
         >>> model = torch.nn.Linear(8, 4)

@@ -1,4 +1,4 @@
-"""What the kernels are held against: torch's own optimizers in float64, and the equation."""
+"""The reference of the kernel tests: torch's own optimizers and the decay factor in float64."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 SHAPES = ((3,), (33, 7), (1,), (64, 130), (0, 4), (4, 3, 3, 3))
-LR = 2e-5  # small: a weight that an update carries across zero is chaotic, in any precision
+LR = 2e-5  # small: rounding decides whether a weight that crosses zero stays there
 
 
 def factor(w_old: Tensor, terms: Sequence[tuple[float, float]], rate: float) -> Tensor:
-    """The equation of DESIGN.md in float64, for weights that overflow nothing there."""
-    live = [(p, rate * lam) for p, lam in terms if rate * lam != 0]
-    if not live:
+    """Return the decay factor in float64, for weights that do not overflow."""
+    nonzero = [(p, rate * lam) for p, lam in terms if rate * lam != 0]
+    if not nonzero:
         return torch.ones_like(w_old, dtype=torch.float64)
     x = w_old.double().abs()
-    q = max(0.0, 2 - min(p for p, _ in live))
-    return x**q / (x**q + sum(c * x ** (p + q - 2) for p, c in live))
+    q = max(0.0, 2 - min(p for p, _ in nonzero))
+    return x**q / (x**q + sum(c * x ** (p + q - 2) for p, c in nonzero))
 
 
 class Twins:
-    """Weights under a kernel and the same weights in float64 under torch and the equation."""
+    """Weights updated by a kernel, and the same weights in float64 updated by torch."""
 
     def __init__(self, dtype: torch.dtype, seed: int = 0, shapes: Sequence[Any] = SHAPES) -> None:
         self.random = torch.Generator().manual_seed(seed)
@@ -55,7 +55,7 @@ class Twins:
         return max((f.double() - s).abs().max().item() for f, s in pairs if f.numel())
 
     def different_zeros(self) -> float:
-        """The share of the weights that are (as good as) zero in one twin only."""
+        """Return the fraction of weights that are zero (below 1e-30) in only one of the two."""
         pairs = list(zip(self.fast, self.slow, strict=True))
         differ = sum(int(((f.abs() < 1e-30) != (s.abs() < 1e-30)).sum()) for f, s in pairs)
         return differ / sum(f.numel() for f, _ in pairs)
@@ -63,7 +63,7 @@ class Twins:
     def adam(
         self, kernel: ModuleType, terms: Any, steps: int, *, lr: float = LR, **options: Any
     ) -> None:
-        """Walk both twins `steps` steps of AdamW with the decay."""
+        """Run `steps` steps of AdamW with the decay on both."""
         amsgrad = options.get("amsgrad", False)
         slow = torch.optim.AdamW(self.slow, lr=lr, foreach=False, fused=False, **options)
         state = [[torch.zeros_like(w) for w in self.fast] for _ in range(3)]
@@ -85,8 +85,8 @@ class Twins:
         assert all(count.item() == steps for count in counts)
 
     def sgd(self, kernel: ModuleType, terms: Any, steps: int, **options: Any) -> None:
-        """Walk both twins `steps` steps of SGD with the decay, which has a rate of its own."""
-        lr = LR / 10  # momentum makes the steps as long as Adam's
+        """Run `steps` steps of SGD with the decay, which has its own rate, on both."""
+        lr = LR / 10  # with momentum, the steps are then as long as Adam's
         settings = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
         settings |= {"maximize": False} | options
         slow = torch.optim.SGD(self.slow, lr=lr, foreach=False, fused=False, **settings)

@@ -1,4 +1,4 @@
-"""The torch.compile twin: its mathematics uncompiled in all forms, and compiled in a few."""
+"""Tests of the torch.compile kernel: uncompiled for all settings, compiled for a few."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ SGD = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0
 
 @pytest.fixture
 def eager(monkeypatch):
-    """The same functions without the compiler, which takes seconds for each form."""
+    """Run the functions without the compiler, which takes seconds for each setting."""
     monkeypatch.setattr(compiled, "_compile", lambda function, *_: function)
 
 
@@ -75,7 +75,7 @@ class TestMathematics:
     @pytest.mark.parametrize("name", [name for name in TERMS if name != "none"])
     @pytest.mark.parametrize("dtype", TOLERANCE)
     @pytest.mark.parametrize("rate", [1e-45, 1e-3, 1e30])
-    def test_no_weight_is_too_large_or_too_small(self, name, dtype, rate):
+    def test_extreme_weights_are_handled(self, name, dtype, rate):
         info = torch.finfo(dtype)
         size = 10.0 ** torch.arange(-320, 309, dtype=torch.float64)
         old = torch.cat([size, -size, torch.tensor([0.0, info.max, info.tiny])]).to(dtype)
@@ -89,7 +89,7 @@ class TestMathematics:
 
     @pytest.mark.parametrize("name", TERMS)
     @pytest.mark.parametrize("as_tensor", [False, True])
-    def test_without_rate_nothing_changes_not_even_at_zero(self, name, as_tensor):
+    def test_zero_lr_changes_nothing_even_at_zero(self, name, as_tensor):
         values = [0.0, 1.0, -1e-20, 1e-42, 3e38]
         w, old = torch.tensor(values), torch.tensor(values).flip(0)
         lr = torch.tensor(0.0) if as_tensor else 0.0
@@ -98,7 +98,7 @@ class TestMathematics:
         assert w.tolist() == torch.tensor(values).tolist()
 
     @pytest.mark.parametrize("name", ["0", "0.8", "1", "elastic"])
-    def test_zero_stays_zero_whatever_the_update(self, name):
+    def test_zero_stays_zero_for_any_update(self, name):
         w = torch.zeros(9)
         compiled.sgd_([w], [torch.linspace(-1e20, 1e20, 9)], [], terms=TERMS[name], lr=1e-3, **SGD)
         assert torch.equal(w, torch.zeros(9))
@@ -164,8 +164,8 @@ class TestMathematics:
             product.backward()
 
 
-def test_compiled_agrees_and_nothing_compiles_again(twins):
-    """Other sizes, rates, p, lam and step counts run what is compiled already."""
+def test_compiled_matches_and_does_not_recompile(twins):
+    """Other sizes, rates, p, lam and step counts reuse the compiled code."""
     from torch._dynamo.utils import counters
 
     try:
@@ -181,7 +181,7 @@ def test_compiled_agrees_and_nothing_compiles_again(twins):
     assert pair.difference() < 1e-5
 
 
-def test_a_compiler_that_fails_is_said_before_anything_changes(monkeypatch):
+def test_compiler_failure_raises_before_any_change(monkeypatch):
     def broken(*_, **__):
         def raise_(*_):
             raise RuntimeError("no backend\nand more")

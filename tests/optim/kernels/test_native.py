@@ -1,4 +1,4 @@
-"""The C kernels against torch in float64 and the equation, and at their edges."""
+"""Tests of the C kernels: comparison with torch in float64, and edge cases."""
 
 import math
 
@@ -9,7 +9,7 @@ from pdecay._optim.kernels import native
 
 pytestmark = pytest.mark.usefixtures("needs_native")
 
-# (p, lam): decays that take a good share of weights of scale 0.05 towards zero within 200 steps
+# (p, lam): decays that bring many weights of scale 0.05 close to zero within 200 steps
 TERMS = {
     "0": [(0, 5e-5)],
     "0.3": [(0.3, 5e-4)],
@@ -34,7 +34,7 @@ SGD = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", TERMS)
-def test_adam_agrees_with_the_reference_after_200_steps(twins, dtype, name):
+def test_adam_matches_reference_after_200_steps(twins, dtype, name):
     pair = twins(dtype)
     pair.adam(native, TERMS[name], 200)
     assert pair.difference() < TOLERANCE[dtype]
@@ -52,7 +52,7 @@ def test_adam_agrees_with_the_reference_after_200_steps(twins, dtype, name):
     ],
     ids=str,
 )
-def test_adam_takes_the_settings_of_torch(twins, dtype, options):
+def test_adam_supports_torch_settings(twins, dtype, options):
     pair = twins(dtype)
     pair.adam(native, TERMS["0.8"], 100, **options)
     assert pair.difference() < TOLERANCE[dtype]
@@ -60,7 +60,7 @@ def test_adam_takes_the_settings_of_torch(twins, dtype, options):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", TERMS)
-def test_sgd_agrees_with_the_reference_after_200_steps(twins, dtype, name):
+def test_sgd_matches_reference_after_200_steps(twins, dtype, name):
     pair = twins(dtype)
     pair.sgd(native, TERMS[name], 200, momentum=0.9)
     assert pair.difference() < TOLERANCE[dtype]
@@ -79,7 +79,7 @@ def test_sgd_agrees_with_the_reference_after_200_steps(twins, dtype, name):
     ],
     ids=str,
 )
-def test_sgd_takes_the_settings_of_torch(twins, dtype, options):
+def test_sgd_supports_torch_settings(twins, dtype, options):
     pair = twins(dtype)
     pair.sgd(native, TERMS["0.8"], 100, **options)
     assert pair.difference() < TOLERANCE[dtype]
@@ -87,7 +87,7 @@ def test_sgd_takes_the_settings_of_torch(twins, dtype, options):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", [name for name in TERMS if name != "none"])
-def test_decay_is_the_factor(twins, literal_factor, dtype, name):
+def test_decay_multiplies_by_the_factor(twins, literal_factor, dtype, name):
     pair = twins(dtype)
     olds = [w.clone() for w in pair.fast]
     news = [pair.normal(w.shape).to(dtype) for w in olds]
@@ -99,7 +99,7 @@ def test_decay_is_the_factor(twins, literal_factor, dtype, name):
         torch.testing.assert_close(new.double(), value, rtol=TOLERANCE[dtype], atol=0)
 
 
-def test_sgd_first_may_differ_from_tensor_to_tensor():
+def test_sgd_first_may_differ_between_tensors():
     weights = [torch.zeros(5), torch.zeros(5)]
     buffers = [torch.full((5,), math.nan), torch.ones(5)]
     grads = [torch.ones(5), torch.ones(5)]
@@ -110,7 +110,7 @@ def test_sgd_first_may_differ_from_tensor_to_tensor():
     assert torch.equal(weights[1], -buffers[1])
 
 
-def test_the_decay_may_have_a_rate_of_its_own(literal_factor):
+def test_decay_may_have_its_own_rate(literal_factor):
     w, old = torch.full((7,), 0.1), torch.full((7,), 0.1)
     native.sgd_([w], [torch.zeros(7)], [], terms=[(0.8, 0.5)], lr=1.0, rate=1e-2, **SGD)
     expected = old.double() * literal_factor(old, [(0.8, 0.5)], 1e-2)
@@ -141,12 +141,12 @@ def test_half_precision_keeps_inf_and_nan():
     assert w[1] == -math.inf
 
 
-# ---- the edges of the equation ----
+# ---- edge cases of the equation ----
 
 
 @pytest.mark.parametrize("name", [n for n in TERMS if n != "none" and min(TERMS[n])[0] < 2])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_zero_stays_zero_whatever_the_update(name, dtype):
+def test_zero_stays_zero_for_any_update(name, dtype):
     w = torch.zeros(37, dtype=dtype)
     grad = torch.linspace(-1e20, 1e20, 37, dtype=dtype)
     native.sgd_([w], [grad], [], terms=TERMS[name], lr=1e-3, **SGD)
@@ -155,14 +155,14 @@ def test_zero_stays_zero_whatever_the_update(name, dtype):
 
 
 @pytest.mark.parametrize(("p", "expected"), [(2, 1 / (1 + 0.5)), (2.1, 1.0), (3, 1.0), (10, 1.0)])
-def test_zero_moves_for_p_of_2_and_more(p, expected):
+def test_zero_moves_for_p_at_least_2(p, expected):
     w = torch.ones(20)
     native.decay_([w], [torch.zeros(20)], terms=[(p, 0.5)], rate=1.0)
     torch.testing.assert_close(w, torch.full((20,), expected), rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_without_rate_nothing_changes_not_even_at_zero(name):
+def test_zero_lr_changes_nothing_even_at_zero(name):
     values = [0.0, -0.0, 1.0, -1e-20, 1e-42, 3e38, -3e38]
     w, old = torch.tensor(values), torch.tensor(values).flip(0)
     before = w.clone()
@@ -174,7 +174,7 @@ def test_without_rate_nothing_changes_not_even_at_zero(name):
     assert torch.equal(w, before)
 
 
-def test_a_term_without_lam_is_dropped():
+def test_term_with_zero_lam_is_dropped():
     w = torch.zeros(9)
     native.sgd_([w], [-torch.ones(9)], [], terms=[(0.5, 0.0), (3, 1.0)], lr=1.0, **SGD)
     assert torch.equal(w, torch.ones(9))
@@ -183,7 +183,7 @@ def test_a_term_without_lam_is_dropped():
 @pytest.mark.parametrize("name", [name for name in TERMS if name != "none"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rate", [1e-45, 1e-30, 1e-3, 1.0, 1e30])
-def test_no_weight_is_too_large_or_too_small(name, dtype, rate):
+def test_extreme_weights_are_handled(name, dtype, rate):
     info = torch.finfo(dtype)
     size = 10.0 ** torch.arange(-320, 309, dtype=torch.float64)
     old = torch.cat([size, -size, torch.tensor([info.max, info.tiny])]).to(dtype)
@@ -197,7 +197,7 @@ def test_no_weight_is_too_large_or_too_small(name, dtype, rate):
 
 
 @pytest.mark.parametrize("name", ["0", "0.8", "1", "two"])
-def test_a_rate_that_underflows_keeps_zeros_and_nothing_else(name):
+def test_underflowing_rate_only_keeps_zeros(name):
     old = torch.tensor([0.0, 1e-6, -0.1, 1e10])
     w = torch.tensor([1.0, 2.0, 3.0, 4.0])
     native.decay_([w], [old], terms=TERMS[name], rate=1e-300)
@@ -230,7 +230,7 @@ def test_nan_gradients_reach_the_weights(name):
             assert not result[1:].isnan().any()
 
 
-def test_a_huge_gradient_stops_the_weight_as_in_torch():
+def test_huge_gradient_keeps_weights_finite():
     w, grad = torch.full((40,), 0.5), torch.full((40,), 1e20)
     state = [torch.zeros(40) for _ in range(2)]
     native.adam_([w], [grad], *[[s] for s in state], [], [torch.tensor(0.0)],
@@ -272,7 +272,7 @@ def test_layouts(weight_layout, other_layout):
     assert [tensor.stride() for tensor in other] == strides
 
 
-def test_a_weight_with_gaps_is_refused_before_anything_changes():
+def test_non_dense_weight_raises_before_any_change():
     w = torch.ones(4, 4)[:, ::2]
     assert native.why_not(w) == "not dense in memory"
     with pytest.raises(ValueError, match="not dense"):
@@ -290,12 +290,12 @@ def test_a_weight_with_gaps_is_refused_before_anything_changes():
         (torch.zeros(3).expand(3, 3), "not dense"),
     ],
 )
-def test_what_is_not_supported_is_said(tensor, reason):
+def test_why_not_gives_the_reason(tensor, reason):
     assert reason in native.why_not(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_what_is_supported(dtype):
+def test_why_not_is_none_for_supported_tensors(dtype):
     assert native.why_not(torch.nn.Parameter(torch.zeros(3, 4, dtype=dtype))) is None
     assert (
         native.why_not(torch.zeros(2, 3, 4, 5, dtype=dtype).to(memory_format=torch.channels_last))
@@ -315,7 +315,7 @@ def test_lists_of_mixed_dtypes_and_many_sizes():
         torch.testing.assert_close(weight, value)
 
 
-def test_the_number_of_threads_changes_nothing():
+def test_result_does_not_depend_on_thread_count():
     threads = torch.get_num_threads()
     results = []
     try:
@@ -331,18 +331,18 @@ def test_the_number_of_threads_changes_nothing():
     assert torch.equal(results[0], results[2])
 
 
-def test_sizes_that_differ_are_refused():
-    with pytest.raises(ValueError, match="differ in size"):
+def test_different_sizes_raise():
+    with pytest.raises(ValueError, match="must have equal sizes"):
         native.decay_([torch.ones(4)], [torch.ones(5)], terms=[(1, 1.0)], rate=1.0)
 
 
-def test_empty_lists():
+def test_empty_lists_are_accepted():
     native.adam_([], [], [], [], [], [], terms=[(1, 1.0)], lr=1.0, **ADAM)
     native.sgd_([], [], [], terms=[(1, 1.0)], lr=1.0, **SGD)
     native.decay_([], [], terms=[(1, 1.0)], rate=1.0)
 
 
-def test_autograd_sees_that_the_weights_changed():
+def test_autograd_detects_the_changed_weight():
     w = torch.nn.Parameter(torch.ones(3))
     loss = (w * w).sum()
     native.decay_([w], [w.detach().clone()], terms=[(1, 1.0)], rate=1.0)
@@ -351,7 +351,7 @@ def test_autograd_sees_that_the_weights_changed():
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
-def test_step_counts_of_either_dtype(default):
+def test_step_counts_may_be_float32_or_float64(default):
     step = torch.tensor(6.0, dtype=default)
     w, m, v = torch.ones(3), torch.zeros(3), torch.zeros(3)
     native.adam_([w], [torch.ones(3)], [m], [v], [], [step], terms=[], lr=1.0, **ADAM)
@@ -361,7 +361,7 @@ def test_step_counts_of_either_dtype(default):
     torch.testing.assert_close(w, torch.full((3,), expected))
 
 
-def test_dtensor_through_its_local_part(tmp_path):
+def test_dtensor_uses_its_local_part(tmp_path):
     import torch.distributed as dist
     from torch.distributed.tensor import DeviceMesh, distribute_tensor
 
@@ -380,7 +380,7 @@ def test_dtensor_through_its_local_part(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_adam_agrees_with_torch_fused(dtype):
+def test_adam_matches_torch_fused(dtype):
     torch.manual_seed(0)
     mine = [torch.randn(100).to(dtype) for _ in range(3)] + [torch.rand(100).to(dtype)]
     theirs = [tensor.clone() for tensor in mine]

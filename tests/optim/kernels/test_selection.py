@@ -1,4 +1,4 @@
-"""Which path a step takes, what takes over where it cannot, and that all come to the same."""
+"""Tests of the kernel selection: choice, fallbacks, and agreement of all implementations."""
 
 import os
 import subprocess
@@ -20,18 +20,18 @@ ELASTIC = Lp(0.8, 0.02) + Lp(2, 0.1)
 
 
 @pytest.fixture
-def said(monkeypatch):
+def forget_warnings(monkeypatch):
     monkeypatch.setattr(selection, "_warned", set())
 
 
 class TestChoice:
-    def test_the_c_kernel_by_default_and_on_request(self):
+    def test_c_kernel_is_used_by_default_and_on_request(self):
         w = torch.ones(3, 3)
         assert kernel_for(w, None) is native
         assert kernel_for(w, True) is native
         assert kernel_for(w, False) is None
 
-    def test_an_explicit_foreach_stays_exact(self, monkeypatch):
+    def test_explicit_foreach_uses_no_kernel(self, monkeypatch):
         monkeypatch.setattr(native, "adam_", None)  # would fail if it were called
         w = nn.Parameter(torch.ones(3, 3))
         w.grad = torch.ones(3, 3)
@@ -41,11 +41,11 @@ class TestChoice:
         with pytest.raises(TypeError, match="not callable"):
             PAdam([w]).step()
 
-    def test_fused_and_foreach_at_once(self):
-        with pytest.raises(ValueError, match="ask for one of them"):
+    def test_fused_with_foreach_raises(self):
+        with pytest.raises(ValueError, match="set at most one of them"):
             PAdam([nn.Parameter(torch.ones(2, 2))], fused=True, foreach=True)
 
-    def test_what_the_kernel_cannot_take_is_silent_by_default_and_said_once_on_request(self, said):
+    def test_fallback_is_silent_by_default_and_warns_once_on_request(self, forget_warnings):
         w = nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))
         w.grad = torch.ones_like(w)
         PAdam([w], lr=0.1, decay=Lp(1, 0.1)).step()
@@ -57,7 +57,7 @@ class TestChoice:
             warnings.simplefilter("error")
             optimizer.step()
 
-    def test_a_mixed_group_takes_both(self):
+    def test_mixed_group_uses_kernel_and_fallback(self):
         a = nn.Parameter(torch.ones(3, 3))
         b = nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))
         for w in (a, b):
@@ -94,7 +94,7 @@ def run(make, dtype):
 
 @lru_cache
 def reference(kind, penalty, lr, dtype):
-    """In double precision, from the same numbers."""
+    """Run the reference in double precision from the same numbers."""
     update = AdamUpdate() if kind == "adam" else SGDUpdate(0.9)
     w = weights(dtype).double()
     for t, gradient in enumerate(gradients(dtype), start=1):
@@ -127,7 +127,7 @@ class TestAgreement:
     """200 steps of random gradients on weights of scale 0.05."""
 
     def check(self, got, expected, close):
-        # A weight that passes zero closely is held or let go by its last bit: a few may differ.
+        # Rounding decides whether a weight that passes close to zero stays there: a few may differ.
         assert ((got - expected).abs() >= close).double().mean() < 0.005
         assert ((got.abs() < 1e-13) != (expected.abs() < 1e-13)).double().mean() < 0.005
 
@@ -171,7 +171,7 @@ print(caught[0].message)
 """
 
 
-def test_without_a_compiler_torchs_operations_take_over_and_one_warning_says_so(tmp_path):
+def test_without_compiler_falls_back_with_one_warning(tmp_path):
     environment = {**os.environ, "PATH": "", "PDECAY_CACHE": str(tmp_path), "CC": ""}
     done = subprocess.run(
         [sys.executable, "-c", NO_COMPILER],

@@ -1,8 +1,9 @@
-"""Weights, their gradients and their state side by side in memory, as a kernel needs them.
+"""Batches of tensors with one dtype and memory layout, as the fused kernels need them.
 
-A kernel walks all of a weight's streams (itself, gradient, moments) at one pace and takes their
-addresses on trust; so here is checked that they are of one dtype, size and layout, and made so
-where they are not.
+A *stream* is a list of tensors with one entry for each weight: the weights themselves, their
+gradients, or one kind of optimizer state. A kernel reads all streams of a weight with the same
+index and does not check addresses. This module checks that the tensors of a weight agree in dtype,
+size and layout, and copies those that differ.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class Batch:
-    """Tensors of one dtype, all in the layout of their weights; copies where they were not.
+    """Streams of one dtype, in which every tensor has the layout of its weight.
 
     Args:
         streams: lists of equal length, the weights first.
-        indices: the tensors' places in the lists that they come from.
-        key: what they have in common beside the dtype.
-        read_only: the streams that do not change.
+        indices: positions of these tensors in the caller's lists.
+        read_only: indices of the streams that the kernel does not write.
+        key: the tensors' common key in :func:`batches`.
     """
 
     def __init__(
@@ -64,21 +65,21 @@ class Batch:
         self._copies: list[tuple[Tensor, Tensor]] = []  # (original, its copy), to be copied back
         plain = all(map(Tensor.is_contiguous, weights))
         if not (plain or all(map(is_dense, weights))):
-            raise ValueError("cannot update a weight: not dense in memory")
+            raise ValueError("cannot update a weight that is not dense in memory")
         self.sizes = [*map(Tensor.numel, weights)]
-        self.streams = [weights]  # held until the kernel is done: some are copies
+        self.streams = [weights]  # keeps copies alive until the kernel has finished
         for s, stream in enumerate(streams[1:], 1):
             if [*map(Tensor.numel, stream)] != self.sizes:
-                raise ValueError("weights, gradients and state differ in size")
-            alike = plain and all(map(Tensor.is_contiguous, stream))
-            if not alike or {tensor.dtype for tensor in stream} != {self.dtype}:
+                raise ValueError("weights, gradients and state must have equal sizes")
+            same_layout = plain and all(map(Tensor.is_contiguous, stream))
+            if not same_layout or {tensor.dtype for tensor in stream} != {self.dtype}:
                 stream = self._in_layout(weights, stream, written=s not in read_only)
             self.streams.append(stream)
 
     def _in_layout(
         self, weights: list[Tensor], stream: list[Tensor], *, written: bool
     ) -> list[Tensor]:
-        """The stream in dtype and layout of the weights; copies of those that differ."""
+        """Return the stream with tensors that differ in dtype or layout replaced by copies."""
         result = list(stream)
         for i, (weight, tensor) in enumerate(zip(weights, stream, strict=True)):
             if tensor.dtype == self.dtype and tensor.stride() == weight.stride():
@@ -90,25 +91,28 @@ class Batch:
         return result
 
     def finish(self) -> None:
-        """Copy results back from converted tensors, and tell autograd of the changes."""
+        """Copy results back from converted tensors, and increment the version counters."""
         for original, copy in self._copies:
             with torch.no_grad():
                 original.copy_(copy)
-        increment_version(self._changed)  # as any in-place operation does, for autograd to see
+        increment_version(self._changed)  # as every in-place operation does, for autograd's checks
 
 
 def batches(
     streams: Sequence[Tensors], *, read_only: Sequence[int], keys: Sequence[Hashable] | None = None
 ) -> Iterator[Batch]:
-    """The streams, put together by device and dtype of the weights, and by `keys` if given."""
+    """Yield batches of the streams, grouped by dtype and device of the weights, and by `keys`."""
     if not streams[0]:
         return
-    here = [list(stream) for stream in streams]
-    if not all(type(weight) in PLAIN for weight in here[0]):
-        here = [[local(tensor) for tensor in stream] for stream in here]
+    tensors = [list(stream) for stream in streams]
+    if not all(type(weight) in PLAIN for weight in tensors[0]):
+        tensors = [[local(tensor) for tensor in stream] for stream in tensors]
     groups: dict[tuple[torch.dtype, torch.device, Hashable], list[int]] = {}
-    for i, weight in enumerate(here[0]):
+    for i, weight in enumerate(tensors[0]):
         groups.setdefault((weight.dtype, weight.device, keys and keys[i]), []).append(i)
     for (_, _, key), indices in groups.items():
-        alike = here if len(groups) == 1 else [[stream[i] for i in indices] for stream in here]
-        yield Batch(alike, indices, read_only, key)
+        if len(groups) == 1:
+            yield Batch(tensors, indices, read_only, key)
+        else:
+            selected = [[stream[i] for i in indices] for stream in tensors]
+            yield Batch(selected, indices, read_only, key)

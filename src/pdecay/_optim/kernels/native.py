@@ -1,11 +1,11 @@
 """The fused steps in C, on lists of CPU tensors.
 
 Every function changes its tensors in place and makes one call into C for each dtype. Pointers are
-collected anew at each call (about two microseconds a tensor), so that none can become stale.
+collected at each call (about two microseconds a tensor), so that none can become stale.
 
-`terms` is a sequence of (p, lam). A term whose rate * lam is 0 is dropped; without terms the step
-is the optimizer's own. With terms, results below the smallest normal number (of float32 for
-half-precision weights) are written as 0.
+`terms` is a sequence of (p, lam) pairs. Terms whose rate * lam is 0 are dropped; without terms the
+step is the optimizer's own update. With terms, results below the smallest normal number (of float32
+for half-precision weights) are written as 0.
 
 The functions raise `KernelUnavailable` if the kernel cannot be compiled and `ValueError` for
 unsupported tensors; call `why_not` first.
@@ -90,7 +90,7 @@ def adam_(
         exp_avg_sqs: second moments.
         max_exp_avg_sqs: maxima of the second moments; may be empty without `amsgrad`.
         state_steps: step counts on the CPU, which are incremented here.
-        terms: the decay, see the module.
+        terms: (p, lam) pairs of the decay.
         lr: learning rate.
         beta1: coefficient of the first moments.
         beta2: coefficient of the second moments.
@@ -107,7 +107,7 @@ def adam_(
         streams.append(max_exp_avg_sqs)
     steps, double_steps = _step_pointers(state_steps)
     for batch in batches(streams, read_only=(1,)):
-        powers, rates = _live(terms, rate)
+        powers, rates = _nonzero_terms(terms, rate)
         counts = array("Q", [steps[i] for i in batch.indices])
         _call(
             batch,
@@ -139,10 +139,10 @@ def sgd_(
         params: the weights.
         grads: their gradients.
         momentum_buffers: one for each weight; may be empty without `momentum`.
-        terms: the decay, see the module.
+        terms: (p, lam) pairs of the decay.
         lr: learning rate.
         momentum: coefficient of the buffers.
-        dampening: the share of the gradient that is kept out of the buffers.
+        dampening: the fraction of the gradient that is not added to the buffers.
         nesterov: whether to use Nesterov momentum.
         weight_decay: the coupled weight decay of SGD, added to the gradient.
         maximize: whether to ascend.
@@ -154,7 +154,7 @@ def sgd_(
     fresh = [first] * len(params) if isinstance(first, bool) else first
     streams = [params, grads, momentum_buffers] if momentum != 0 else [params, grads]
     for batch in batches(streams, read_only=(1,)):
-        powers, rates = _live(terms, rate)
+        powers, rates = _nonzero_terms(terms, rate)
         flags = array("B", [fresh[i] for i in batch.indices])
         _call(
             batch,
@@ -166,7 +166,7 @@ def sgd_(
 
 def decay_(params: Tensors, olds: Tensors, *, terms: Terms, rate: float) -> None:
     """Decay updated weights, given their values before the update (`olds`)."""
-    powers, rates = _live(terms, rate)
+    powers, rates = _nonzero_terms(terms, rate)
     if not powers:
         return
     library = _library()
@@ -178,17 +178,17 @@ def decay_(params: Tensors, olds: Tensors, *, terms: Terms, rate: float) -> None
 def _library() -> ctypes.CDLL:
     library = load("step")
     types = {"d": ctypes.c_double, "i": ctypes.c_int, "n": ctypes.c_int64, "p": ctypes.c_void_p}
-    # dtype, threads, tensors, sizes, data; number of terms, p, c; then the step's own arguments
-    for name, own in (("adam", "pidddddii"), ("sgd", "pdddidi"), ("decay", "")):
+    # common: dtype, threads, number of tensors, sizes, data, number of terms, p, c
+    for name, extra in (("adam", "pidddddii"), ("sgd", "pdddidi"), ("decay", "")):
         function = getattr(library, f"pdecay_{name}")
-        function.argtypes = [types[letter] for letter in f"iinppnpp{own}"]
+        function.argtypes = [types[letter] for letter in f"iinppnpp{extra}"]
     return library
 
 
-def _live(terms: Terms, rate: float) -> tuple[array[float], array[float]]:
+def _nonzero_terms(terms: Terms, rate: float) -> tuple[array[float], array[float]]:
     """Return p and c = rate * lam of the terms whose c is not 0."""
-    live = [(p, rate * lam) for p, lam in terms if rate * lam != 0]
-    return array("d", [p for p, _ in live]), array("d", [c for _, c in live])
+    nonzero = [(p, rate * lam) for p, lam in terms if rate * lam != 0]
+    return array("d", [p for p, _ in nonzero]), array("d", [c for _, c in nonzero])
 
 
 def _address(numbers: array[int] | array[float]) -> int:
@@ -197,7 +197,7 @@ def _address(numbers: array[int] | array[float]) -> int:
 
 def _call(batch: Batch, function: Callable[..., int], *arguments: float) -> None:
     if batch.dtype not in _DTYPES:
-        raise ValueError(f"cannot update a weight: of dtype {batch.dtype}")
+        raise ValueError(f"cannot update a weight of dtype {batch.dtype}; supported: {[*_DTYPES]}")
     sizes = array("q", batch.sizes)
     data = array("Q", [tensor.data_ptr() for stream in batch.streams for tensor in stream])
     status = function(
@@ -214,5 +214,5 @@ def _step_pointers(steps: Tensors) -> tuple[list[int], bool]:
     """Return the addresses of the step counts, and whether they are float64."""
     dtypes = {step.dtype for step in steps}
     if not dtypes <= {torch.float32} and not dtypes <= {torch.float64}:
-        raise ValueError(f"step counts must be all float32 or all float64, not {dtypes}")
+        raise ValueError(f"step counts must be all float32 or all float64, got {dtypes}")
     return [step.data_ptr() for step in steps], dtypes == {torch.float64}
