@@ -1,4 +1,4 @@
-"""The pages' examples run as tests, each page in a folder of its own."""
+"""Run the examples of the pages as tests, each page in its own temporary folder."""
 
 from __future__ import annotations
 

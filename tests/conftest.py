@@ -1,4 +1,4 @@
-"""What the tests share: the exact path, the comparison of states, the contract suite's count."""
+"""Common fixtures: the exact path, the comparison of states, the contract suite's count."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_warm_start_continues_from_the_last_fit():
     assert again.n_iter_ < first
     np.testing.assert_allclose(again.coef_, coef, atol=1e-9)
     model.set_params(p=0.5).fit(x, y)
-    model.fit(x[:, :7], y)  # other features: starts anew
+    model.fit(x[:, :7], y)  # other features: starts over
     assert model.coef_.shape == (7,)
 
 

@@ -192,7 +192,7 @@ def test_resume_from_file_is_exact(make, stop, tmp_path):
         ({"total_steps": 10.5}, "total_steps must be a whole number >= 1, got 10.5"),
         ({"start": 0.8, "end": 0.7}, "0 <= start < end <= 1 must hold, got start=0.8"),
         ({"end": 1.5}, "0 <= start < end <= 1 must hold"),
-        ({"floor": 0.2}, "target 0.9 leaves less than the floor of 0.2"),
+        ({"floor": 0.2}, "target 0.9 keeps less than floor=0.2"),
         ({"per_layer": {nn.Parameter(torch.ones(3, 3)): 0.5}}, r"do not decay, of shapes \[\(3, 3"),
     ],
 )
@@ -209,7 +209,7 @@ def test_rejects_target_below_the_current_sparsity():
     model = build()
     with torch.no_grad():
         model[0].weight[:16].zero_()
-    with pytest.raises(ValueError, match=r"target 0.1 asks for 64 zeros, and 256 of the 640"):
+    with pytest.raises(ValueError, match=r"target 0.1 means 64 zeros, but 256 of the 640"):
         SparsityTarget(padam(model, Lp(0.8, 1)), 0.1, STEPS)
 
 

@@ -144,7 +144,7 @@ class TestResume:
         train(model, optimizer)
         state = optimizer.state_dict()
         optimizer = padam(model)
-        warns = pytest.warns(UserWarning, match=r"another target, 0.5; the ramp to 0.9 starts anew")
+        warns = pytest.warns(UserWarning, match=r"another target, 0.5; the ramp to 0.9 starts over")
         if built_first:
             target = SparsityTarget(optimizer, 0.9, STEPS)
             with warns:

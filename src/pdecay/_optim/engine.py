@@ -3,8 +3,8 @@
 The step of a weight is ``w <- w_tilde * factor(w_old)``, where ``w_old`` is the weight before and
 ``w_tilde`` the weight after the optimizer's own update:
 
-- PAdam and PSGD run it through :func:`update_and_decay_`, which knows the update;
-- attach sees the update from outside: it copies ``w_old`` before and calls
+- PAdam and PSGD pass their update to :func:`update_and_decay_`;
+- attach cannot change the update: it copies ``w_old`` before it and calls
   :meth:`DecayBatch.decay_` after it.
 
 Parameters are processed in batches (:func:`make_batches`), each by a fused kernel, by torch's
@@ -204,7 +204,7 @@ def decay_factors(
 
 
 def multiply_(w_tilde: Sequence[Tensor], by: Sequence[Tensor], *, foreach: bool = False) -> None:
-    """Multiply weights by their factors; nothing if there are none.
+    """Multiply weights by their factors; do nothing if the list of factors is empty.
 
     Half-precision weights are rounded once, after the product with a float32 factor.
     """
@@ -218,7 +218,7 @@ def multiply_(w_tilde: Sequence[Tensor], by: Sequence[Tensor], *, foreach: bool 
 
 
 def _fused(group: Group) -> bool | None:
-    """An explicit foreach rules the fused kernels out unless fused was asked for, too."""
+    """Return the group's `fused`; an explicit `foreach` without `fused` disables the kernels."""
     if group["fused"] is None and group["foreach"] is not None:
         return False
     fused: bool | None = group["fused"]

@@ -153,8 +153,8 @@ def check_takes_hooks(optimizer: object, caller: str) -> None:
             register(lambda *args: None).remove()
     except AttributeError:
         raise TypeError(
-            f"{name} wraps another optimizer and has no hooks of its own: give {caller} the inner "
-            "optimizer"
+            f"{name} wraps another optimizer and has no step hooks; pass the inner optimizer to "
+            f"{caller}"
         ) from None
 
 

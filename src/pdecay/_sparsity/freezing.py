@@ -23,7 +23,7 @@ HOLD = 1e-30
 def freeze_zeros(optimizer: Optimizer | Sequence[Optimizer]) -> None:
     """Keep zeros at zero from now on, and train all other weights without decay.
 
-    This sets ``group["decay_scale"]`` next to zero. Set it back to decay again.
+    This sets ``group["decay_scale"]`` to a tiny positive number. Set it to 1 to decay again.
 
     Args:
         optimizer: a PAdam, a PSGD, or any optimizer that ``pdecay.attach`` was called on, with

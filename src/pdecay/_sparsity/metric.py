@@ -1,7 +1,7 @@
 """Scores that decide which weights are removed first: magnitude, or length in Adam's metric.
 
 Adam moves each weight by about ``lr * m / sqrt(v)``, where v is the running mean of its squared
-gradient. It therefore measures the distance between two weights in a metric of its own,
+gradient. It therefore measures the distance between two weights in its own metric,
 
     |w - w'|^2_v = sqrt(v) * (w - w')^2 ,
 
@@ -58,8 +58,7 @@ def adaptive_scores(param: Tensor, optimizer: Optimizer) -> Tensor:
 def update_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
     """Update the running mean of squared gradients where the optimizer keeps none.
 
-    Call it after the optimizer's step: many optimizers take an empty state as the sign to create
-    theirs.
+    Call it after the optimizer's step: many optimizers initialise their state only if it is empty.
     """
     for param in params:
         if param.grad is None or param.grad.is_sparse:
@@ -71,7 +70,7 @@ def update_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
         elif optimizer.state[param].get(_OWN) is not squares:
             continue
         square = param.grad.abs().float().square_()
-        if torch.isfinite(square).all():  # one bad batch must not spoil the mean for good
+        if torch.isfinite(square).all():  # one infinite gradient would make the mean infinite
             squares.lerp_(square, 1 - _BETA)
 
 

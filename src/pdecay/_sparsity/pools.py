@@ -78,14 +78,14 @@ class Pool:
         """Raise ValueError if the target cannot be met."""
         if self.target > 1 - floor:
             raise ValueError(
-                f"target {self.target:g} leaves less than the floor of {floor:g} that each layer "
-                "keeps"
+                f"target {self.target:g} keeps less than floor={floor:g} of the weights; choose a "
+                f"target of at most {1 - floor:g} or a lower floor"
             )
         zeros, allowed = count_zeros(self.params), round(self.target * self.size)
         if zeros > allowed + _TOLERANCE * self.size:
             raise ValueError(
-                f"target {self.target:g} asks for {allowed} zeros, and {zeros} of the {self.size} "
-                "weights are zero already; ask for a higher target"
+                f"target {self.target:g} means {allowed} zeros, but {zeros} of the {self.size} "
+                "weights are already zero; choose a higher target"
             )
 
 

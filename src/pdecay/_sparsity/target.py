@@ -72,7 +72,7 @@ from pdecay._sparsity.ranking import (
 )
 
 _STAGES = 200  # updates of the scale along the ramp: ranking all weights each step would be slow
-_LAG = 0.1  # of the ramp: the time that a pulled weight has to shrink before it is set to zero
+_LAG = 0.1  # share of the ramp that a pulled weight has to shrink before it is set to zero
 _PULL: dict[Rank, float] = {"adaptive": 0.0, "magnitude": 1.0}
 # From p = 1 on, larger weights are pulled at least as hard as those at tau, and the full pull would
 # remove them too.
@@ -92,8 +92,8 @@ class SparsityTarget:
 
     Args:
         optimizer: a PAdam, a PSGD, or any optimizer that ``pdecay.attach`` was called on, with
-            some p < 2. Its lam only sets the terms of a sum in proportion to each other. A list
-            of optimizers, for instance one for each parameter, is steered as one.
+            some p < 2. Its lam only sets the relative strength of the terms of a sum. A list of
+            optimizers, for instance one for each parameter, is steered as one.
         target: the share of the decayed weights that must be exactly zero, above 0 and below 1.
             Weights that do not require a gradient are neither pruned nor counted.
         total_steps: the number of optimizer steps of the training.
@@ -227,7 +227,7 @@ class SparsityTarget:
     # State
 
     def _complete_state(self, groups: list[Group]) -> None:
-        """Give groups without a state that of the other groups, or a new one.
+        """Copy the state of complete groups to groups without one; create it if there is none.
 
         Groups lack it at first and after ``add_param_group``. The groups of a checkpoint lack it
         if the checkpoint was written without this target.
@@ -241,7 +241,7 @@ class SparsityTarget:
         elif any("target_sparsity" in group for group in groups):
             warnings.warn(
                 f"the optimizer has the state of another target, "
-                f"{groups[0].get('target_sparsity')}; the ramp to {self.target:g} starts anew",
+                f"{groups[0].get('target_sparsity')}; the ramp to {self.target:g} starts over",
                 stacklevel=3,
             )
         if state["target_step"] >= self._end:
@@ -281,7 +281,7 @@ class SparsityTarget:
     def before_step(self, optimizer: Optimizer) -> None:
         """Remember some weights, to measure how far the step moves them."""
         self._complete_state(list(self._groups()))
-        if optimizer in self._stepped:  # of several, another one did not take the last step
+        if optimizer in self._stepped:  # another optimizer of the list skipped the last step
             self._advance()
         # Without a pull, the measurement only finds out whether the step was finite.
         step = self.last_step + 1

@@ -67,7 +67,8 @@ def p_norm_decay(
             True decays. By default, tensors with fewer than two dimensions do not decay. Tensors
             that are all zero when the state is initialised never decay, because zero is a fixed
             point for p < 2.
-        auxiliary: how s follows the weights: ``Instant()``, ``Every(n)`` or ``Slow(rate)``.
+        auxiliary: the update rule of s: ``Instant()`` (the default), ``Every(n)`` or
+            ``Slow(rate)``.
 
     Half-precision weights are computed in single precision. Their updates are single precision
     too: do not cast them back before ``optax.apply_updates``, which casts the sum.
@@ -137,7 +138,7 @@ def check_pairs(decay: Any) -> list[tuple[Setting, Setting]]:
     """Return a decay as pairs (p, lam).
 
     Raises:
-        TypeError: if it is no decay.
+        TypeError: if it is not a decay.
         ValueError: if a number in it is negative or not finite.
     """
     if isinstance(decay, Sequence) and not isinstance(decay, str):
@@ -149,7 +150,7 @@ def check_pairs(decay: Any) -> list[tuple[Setting, Setting]]:
 
 
 def check_setting(name: str, value: Any) -> Setting:
-    """Return a schedule or an array as it is, and a number as a checked float."""
+    """Check a number and return it as a float; return a schedule or an array unchanged."""
     is_array = hasattr(value, "dtype") and not isinstance(value, numbers.Real)
     return value if callable(value) or is_array else check_number(name, value)
 
@@ -173,7 +174,7 @@ def has_nonzero(w: jax.Array) -> jax.Array:
 
 
 def at_least_single(w: jax.Array) -> jax.Array:
-    """Return half-precision weights in single precision, others as they are."""
+    """Convert half-precision weights to single precision; return others unchanged."""
     return w.astype(jnp.promote_types(w.dtype, jnp.float32))
 
 

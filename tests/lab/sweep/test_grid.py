@@ -141,7 +141,7 @@ def test_empty_grid_and_unknown_names_are_refused():
         grid()
     with pytest.raises(SweepError, match="no task 'digit'"):
         Grid(task="digit", grids=[{"method": ["padam"]}])
-    with pytest.raises(SweepError, match="no objective 'acc'; there are pareto, tradeoff, acc"):
+    with pytest.raises(SweepError, match="no objective 'acc'; choose from pareto, tradeoff"):
         grid({"method": ["padam"]}, objective="acc")
 
 

@@ -127,7 +127,7 @@ def test_retry_keeps_the_drawn_settings():
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"sampler": "grid"}, "no sampler 'grid'; there are tpe, nsga2, random"),
+        ({"sampler": "grid"}, "no sampler 'grid'; choose from tpe, nsga2, random"),
         ({"trials": 0}, "trials must be at least 1, got 0"),
         ({"lam": [Range(0.1, 1), 2.0]}, "lam takes one range or several values"),
         ({"target": [0.9]}, "no chosen method has an option 'target': padam has p, lam"),

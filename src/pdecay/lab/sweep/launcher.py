@@ -43,10 +43,10 @@ RECORDS, ERRORS = "records.jsonl", "errors.txt"
 STUDY = "sweep"  # the study's name in a journal
 
 _KEPT = "Nothing is lost: continue with --resume"
-_FALSE_STARTS = 10  # workers in a row that die before they take a cell
-_DEATHS = 10  # of workers at one cell without a new checkpoint, before it is given up
-_INTERVAL = 1.0  # seconds between two looks at the study
-_UNMARKED = 30.0  # seconds in which a worker must have put its mark on a trial that it took
+_FALSE_STARTS = 10  # stop the sweep after this many workers in a row died before taking a cell
+_DEATHS = 10  # give a cell up after this many worker deaths without a new checkpoint
+_INTERVAL = 1.0  # seconds between two reads of the study
+_UNMARKED = 30.0  # seconds after which a running trial without a worker's name is abandoned
 
 
 class SweepStoppedError(Exception):
@@ -179,7 +179,7 @@ class Launcher:
         self.look()
         thread = threading.Thread(target=self._watch, daemon=True)
         thread.start()
-        notice = "stopping: the workers write checkpoints; once more to stop at once"
+        notice = "stopping: the workers write checkpoints; press Ctrl-C again to stop at once"
         with self._progress, stop_requests(lambda: self._say(notice)) as stopped:
             try:
                 for _ in range(min(self._number, len(self.cells) - len(self.finished))):

@@ -48,7 +48,7 @@ class Plan(ABC):
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise SweepError(
-                f"there is no objective {self.objective!r}; there are {', '.join(OBJECTIVES)}"
+                f"there is no objective {self.objective!r}; choose from {', '.join(OBJECTIVES)}"
             )
 
     @property
@@ -71,7 +71,7 @@ class Plan(ABC):
         """Return the settings of a cell; a search draws them from ``sample(sampler)``."""
 
     def label(self, key: str) -> str:
-        """Return a cell's name for people."""
+        """Return a cell's name for messages."""
         return key
 
     def params(self, key: str) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:

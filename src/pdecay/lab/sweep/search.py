@@ -87,7 +87,7 @@ class Search(Plan):
         super().__post_init__()
         if self.sampler not in SAMPLERS:
             raise SweepError(
-                f"there is no sampler {self.sampler!r}; there are {', '.join(SAMPLERS)}"
+                f"there is no sampler {self.sampler!r}; choose from {', '.join(SAMPLERS)}"
             )
         if self.trials < 1:
             raise SweepError(f"trials must be at least 1, got {self.trials}")

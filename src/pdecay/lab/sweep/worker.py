@@ -30,9 +30,9 @@ from pdecay.lab.sweep.study import SweepStudy
 from pdecay.lab.train.records import Record
 from pdecay.lab.train.training import RunError, Settings, StoppedError, train
 
-STARTED = "started"  # the message that a worker has taken a cell; others are tracebacks
+STARTED = "started"  # sent by a worker that has taken a cell; other messages are tracebacks
 
-_IDLE = 0.5  # seconds between two looks at an empty queue or a locked folder
+_IDLE = 0.5  # seconds between two checks of an empty queue or a locked folder
 _RETRY = 2.0  # seconds between two calls to a database that does not answer
 _PATIENCE = 5.0  # seconds for a stopping worker without a run, before it exits without its storage
 
