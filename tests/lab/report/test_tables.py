@@ -84,3 +84,12 @@ def test_csv_quotes_unusual_names():
     (row,) = read(tables.files(Style(experiment))["settings.csv"])
     assert row["method"] == 'mine:"M",\n=1+1'
     assert row["note"] == "a,b"
+
+
+def test_cells_that_spreadsheets_would_evaluate_are_escaped():
+    layers = [("=HYPERLINK(1)", [4, 2]), ("+1", [4, 2]), ("plain", [4, 2])]
+    found = experiments([record("@sum", layers=layers, kind="=2+3", offset=-1.5)])
+    texts = tables.files(Style(found[0]))
+    assert [row["layer"] for row in read(texts["layers.csv"])] == ["'=HYPERLINK(1)", "'+1", "plain"]
+    (row,) = read(texts["runs.csv"])
+    assert (row["method"], row["kind"], row["offset"]) == ("'@sum", "'=2+3", "-1.5")

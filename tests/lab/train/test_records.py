@@ -164,7 +164,18 @@ def test_invalid_record_is_reported_with_file_and_line(tmp_path, bad, message):
     assert not (tmp_path / "new.jsonl").exists()
 
 
-@pytest.mark.parametrize("text", ['{"schema": 1, "id": "ab', '{"schema": NaN}', "<html>"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"schema": 1, "id": "ab',
+        '{"schema": NaN}',
+        '{"schema": 1e999}',
+        "<html>",
+        "[" * 100_000,
+        '{"a":' * 500 + "1" + "}" * 500,
+    ],
+    ids=["cut", "NaN", "infinite", "HTML", "deep", "deep but valid"],
+)
 def test_truncated_line_is_reported(tmp_path, text):
     (tmp_path / "some.jsonl").write_text(text)
     with pytest.raises(RecordError, match=r"some.jsonl, line 1 is not JSON .*repeat the run"):
@@ -239,3 +250,11 @@ def test_error_while_writing_keeps_the_old_file(tmp_path):
     (tmp_path / ".file.123.part").write_text("left by a killed process")
     remove_unfinished(tmp_path)
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_special_files_are_refused_without_reading(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "link.jsonl").symlink_to("/dev/zero")
+    for path in ("pipe.jsonl", "link.jsonl", ""):
+        with pytest.raises(RecordError, match="cannot be read: it is not a regular file"):
+            records.read(tmp_path / path)

@@ -78,7 +78,7 @@ def _older_files(out: Path) -> set[str]:
     """Return the files of the report in a folder; none if its list is missing or invalid."""
     try:
         names = json.loads((out / _FILE_LIST).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return set()
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return set()

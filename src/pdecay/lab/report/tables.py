@@ -108,5 +108,16 @@ def _option_names(records: Iterable[Record]) -> list[str]:
 
 def _csv(rows: Rows) -> str:
     file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows(rows)
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerows([_cell(value) for value in row] for row in rows)
     return file.getvalue()
+
+
+def _cell(value: object) -> object:
+    """Return a cell that no spreadsheet evaluates: names in records are untrusted.
+
+    Spreadsheets take text that starts with one of these characters for a formula. An apostrophe
+    marks it as text.
+    """
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if is_formula else value

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from pdecay._utils.errors import UserError
 from pdecay._utils.files import replacing
@@ -53,6 +55,7 @@ _RECORD: _Fields = {
     "curve": (list,),
 }
 _STATUS = ("ok", "diverged")
+_MAX_DEPTH = 50
 
 
 class RecordError(UserError):
@@ -132,6 +135,9 @@ def _files(paths: Iterable[Path]) -> list[Path]:
 
 def _read_file(path: Path) -> list[Record]:
     try:
+        # Opening a named pipe would block, and a device may have no end.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise RecordError(f"{path} cannot be read: it is not a regular file")
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
         raise RecordError(f"{path} is not text: give a file of records (*.jsonl)") from None
@@ -142,8 +148,10 @@ def _read_file(path: Path) -> list[Record]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line, parse_constant=_refuse)
-        except ValueError as error:
+            record = json.loads(line, parse_constant=_refuse, parse_float=_finite)
+            if _is_deeper(record, _MAX_DEPTH):
+                raise ValueError(f"more than {_MAX_DEPTH} levels of brackets")
+        except (ValueError, RecursionError) as error:
             raise RecordError(
                 f"{path}, line {number} is not JSON ({error}): it was truncated or altered; remove "
                 "the line, or repeat the run"
@@ -155,8 +163,24 @@ def _read_file(path: Path) -> list[Record]:
     return records
 
 
-def _refuse(constant: str) -> None:
+def _refuse(constant: str) -> Never:
     raise ValueError(f"{constant} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Return whether lists and objects are nested in more levels.
+
+    Python's JSON functions raise a RecursionError for deep values, when reading or only later.
+    """
+    if not isinstance(value, list | dict):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(one, levels - 1) for one in inner)
 
 
 def _problem(record: object) -> str:
