@@ -178,3 +178,197 @@ class TestLifetime:
         finally:
             torch.__future__.set_swap_module_params_on_conversion(False)
         assert model.weight.dtype == torch.bfloat16
+
+
+def one_weight(build, gradient, **options):
+    """Return a weight and its optimizer, after one step with this gradient."""
+    weight = nn.Parameter(torch.linspace(-1, 2, gradient.numel()).reshape(gradient.shape))
+    optimizer = build([weight], lr=0.1, **options)
+    weight.grad = gradient
+    optimizer.step()
+    return weight, optimizer
+
+
+class TestMemory:
+    """The C kernel reads addresses: tensors that it cannot read are left to torch's operations."""
+
+    @pytest.mark.parametrize("build", [padam, psgd])
+    @pytest.mark.parametrize("fused", [None, True])
+    def test_state_on_another_device_raises_torchs_error(self, build, fused):
+        if fused:
+            pytest.importorskip("torch._inductor")
+        weight, optimizer = one_weight(build, torch.ones(2, 2))
+        state = optimizer.state[weight]
+        for key in ("exp_avg", "momentum_buffer"):
+            if key in state:
+                state[key] = state[key].to("meta")
+        if build is psgd:
+            optimizer.step()  # torch's SGD loses the update in silence; it must not crash
+            return
+        with pytest.raises((RuntimeError, NotImplementedError), match=r"meta|device"):
+            optimizer.step()
+
+    @pytest.mark.parametrize("build", [padam, psgd])
+    def test_gradient_with_negative_bit(self, build):
+        z = torch.view_as_complex(torch.randn(1, 3, 2))
+        negative = z.conj().imag
+        assert negative.is_neg()
+        lazy, _ = one_weight(build, negative)
+        plain, _ = one_weight(build, negative.resolve_neg())
+        torch.testing.assert_close(lazy, plain, rtol=1e-5, atol=0)
+
+    @pytest.mark.parametrize("build", [padam, psgd])
+    def test_gradient_of_one_element_with_negative_bit(self, build):
+        negative = torch.tensor([[1 + 2j]]).conj().imag
+        lazy, _ = one_weight(build, negative)
+        plain, _ = one_weight(build, negative.resolve_neg())
+        torch.testing.assert_close(lazy, plain, rtol=1e-5, atol=0)
+
+    @pytest.mark.parametrize("build", [padam, psgd])
+    def test_weight_with_negative_bit(self, build):
+        def step(resolve):
+            values = torch.tensor([[1 + 2j, 3 - 4j]]).conj().imag
+            weight = nn.Parameter(values.resolve_neg() if resolve else values)
+            optimizer = build([weight], lr=0.1)
+            weight.grad = torch.ones(1, 2)
+            optimizer.step()
+            return weight.detach().resolve_neg()
+
+        torch.testing.assert_close(step(False), step(True), rtol=1e-5, atol=0)
+
+    @pytest.mark.parametrize("build", [padam, psgd])
+    def test_gradient_of_lazy_zeros(self, build):
+        lazy, _ = one_weight(build, torch._efficientzerotensor((2, 2)))
+        plain, _ = one_weight(build, torch.zeros(2, 2))
+        torch.testing.assert_close(lazy, plain, rtol=1e-5, atol=0)
+
+    @pytest.mark.parametrize("build", [padam, psgd])
+    def test_fake_gradient_raises_torchs_error(self, build):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        weight = nn.Parameter(torch.ones(2, 2))
+        optimizer = build([weight])
+        with FakeTensorMode():
+            fake = torch.ones(2, 2)
+        weight.grad = fake
+        with pytest.raises(Exception, match=r"[Ff]ake"):
+            optimizer.step()
+
+    @pytest.mark.parametrize("build", [padam, psgd])
+    def test_freed_memory_raises(self, build):
+        weight, optimizer = one_weight(build, torch.ones(2, 2))
+        weight.grad.untyped_storage().resize_(0)
+        with pytest.raises((RuntimeError, ValueError), match=r"no memory|storage"):
+            optimizer.step()
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64])
+    def test_step_counts_of_other_dtypes(self, dtype):
+        expected, plain = one_weight(padam, torch.ones(2, 2))
+        weight, optimizer = one_weight(padam, torch.ones(2, 2))
+        optimizer.state[weight]["step"] = optimizer.state[weight]["step"].to(dtype)
+        plain.step()
+        optimizer.step()
+        assert torch.equal(weight, expected)
+        assert optimizer.state[weight]["step"].dtype == dtype
+        assert optimizer.state[weight]["step"].item() == 2
+
+    def test_step_counts_of_mixed_dtypes(self):
+        weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+        optimizer = padam(weights)
+        for weight in weights:
+            weight.grad = torch.ones(2, 2)
+        optimizer.step()
+        optimizer.state[weights[0]]["step"] = torch.tensor(1)
+        optimizer.step()
+        assert torch.equal(*weights)
+
+
+class TestTracing:
+    """Under any tracer or transform, the step consists of torch's own operations."""
+
+    def functional_step(self, build):
+        def step(w, g):
+            weight = w.clone()
+            optimizer = build([weight], lr=0.1)
+            weight.grad = g.clone()
+            optimizer.step()
+            return weight
+
+        return step
+
+    def values(self, *shape):
+        return torch.randn(shape), torch.randn(shape)
+
+    @ALL
+    @pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+    def test_make_fx_records_update_and_decay(self, build, tracing):
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        step = self.functional_step(build)
+        graph = make_fx(step, tracing_mode=tracing)(*self.values(4, 3))
+        inputs = self.values(4, 3)  # others than those that were traced
+        torch.testing.assert_close(graph(*inputs), step(*inputs), rtol=1e-5, atol=1e-6)
+
+    @ALL
+    @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+    def test_vmap(self, build):
+        step = self.functional_step(build)
+        w, g = self.values(5, 4, 3)
+        expected = torch.stack([step(a, b) for a, b in zip(w, g, strict=True)])
+        torch.testing.assert_close(torch.vmap(step)(w, g), expected, rtol=1e-5, atol=1e-6)
+
+    @ALL
+    def test_fake_tensor_mode(self, build):
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+        with FakeTensorMode():
+            model = nn.Linear(4, 3)
+            optimizer = build(model.parameters())
+            train(model, optimizer, 2)
+        assert isinstance(model.weight.data, FakeTensor)
+
+    @pytest.mark.parametrize(
+        ("build", "options"),
+        [
+            (padam, {"foreach": True}),
+            (padam, {"foreach": True, "decay": Lp(0.5, 0.1) + Lp(2, 0.3)}),
+            (padam, {"foreach": False, "amsgrad": True}),
+            (padam, {}),
+            (psgd, {"foreach": True}),
+            (psgd, {"foreach": True, "momentum": 0.0}),
+            (psgd, {"nesterov": True}),
+        ],
+    )
+    @pytest.mark.parametrize("tensor_lr", [False, True])
+    def test_compiled_step_is_one_graph(self, build, options, tensor_lr):
+        from torch._dynamo.testing import CompileCounter
+
+        if tensor_lr and build is padam and options.get("foreach"):
+            options = {**options, "capturable": True}  # torch requires it
+        torch._dynamo.reset()
+        model, expected_model = linear(), linear()
+        lr = [torch.tensor(0.01) if tensor_lr else 0.01 for _ in range(2)]
+        optimizer = build(model.parameters(), lr=lr[0], **options)
+        plain = {"fused": False, **options, "capturable": False, "foreach": False}
+        if build is psgd:
+            del plain["capturable"]
+        expected = build(expected_model.parameters(), lr=lr[1], **plain)
+        counter = CompileCounter()
+        step = torch.compile(optimizer.step, fullgraph=True, backend=counter)
+        for _ in range(4):
+            train(expected_model, expected)
+            if tensor_lr:
+                for rate in lr:
+                    rate.mul_(0.5)
+            optimizer.zero_grad()
+            model(torch.linspace(-1, 1, 8).reshape(2, 4)).square().sum().backward()
+            if tensor_lr:
+                lr[0].mul_(2)
+            step()
+            if tensor_lr:
+                lr[0].mul_(0.5)
+        # SGD's first step with momentum has no buffers, so torch compiles it separately.
+        has_buffers = build is psgd and options.get("momentum") != 0.0
+        assert counter.frame_count == (2 if has_buffers else 1)
+        for ours, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from pdecay._core.auxiliary import as_plain
 from pdecay._core.penalty import Penalty, as_penalty
@@ -99,7 +99,9 @@ def penalty_of(group: Group) -> Penalty | None:
 
 def scale_of(param: Tensor, index: int, group: Group) -> float:
     """Return the multiplier of lam for the parameter at this index; 0 if it does not decay."""
-    if not group["decay"] or not (group["decay_1d"] or is_lazy(param) or param.ndim >= 2):
+    if not group["decay"] or not (
+        group["decay_1d"] or isinstance(param, UninitializedTensorMixin) or param.ndim >= 2
+    ):
         return 0.0
     scale = group["decay_scale"]
     return float(scale[index] if isinstance(scale, list) else scale)

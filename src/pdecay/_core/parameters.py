@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from pdecay._core.group_settings import penalty_of, scale_of
 from pdecay._core.penalty import Penalty, as_penalty
+from pdecay._core.tensors import is_tracing
 
 _NORMS = (
     nn.modules.batchnorm._NormBase,  # batch and instance norms, including lazy and synchronised
@@ -123,8 +124,8 @@ def is_norm(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def is_zero(param: Tensor) -> bool:
-    """Return whether a tensor has elements and all of them are zero."""
-    if is_lazy(param) or param.is_meta or param.numel() == 0:
+    """Return whether a tensor has elements and all of them are zero; False if under tracing."""
+    if is_lazy(param) or param.is_meta or param.numel() == 0 or is_tracing():
         return False
     any_nonzero = param.any()
     if hasattr(any_nonzero, "full_tensor"):  # a DTensor: reduce over all ranks

@@ -83,13 +83,11 @@ class Penalty:
         weights = [(p, min(max(share, low), high)) for p, share in shares if share]
         if not weights:
             return xp.ones_like(x)
-        with np.errstate(divide="ignore", over="ignore"):
-            factor = _weighted_powers(x, weights)
-            if rate is None:
-                rates = namespace(lr)
-                factor *= rates.clip(rates.astype(lr, factor.dtype), low, high)
-            factor += 1
-            factor **= -1
+        if xp is np:
+            with np.errstate(divide="ignore", over="ignore"):
+                factor = _inverse(x, weights, lr if rate is None else None, (low, high))
+        else:  # torch.compile does not trace np.errstate
+            factor = _inverse(x, weights, lr if rate is None else None, (low, high))
         return factor if rate is not None else xp.where(lr > 0, factor, 1.0)
 
     @property
@@ -210,6 +208,22 @@ def magnitude(w: Array) -> Array:
         x = xp.astype(x, xp.float32)
     x *= x >= _normal_range(x)[0]
     return x
+
+
+def _inverse(
+    x: Array,
+    weights: Sequence[tuple[float, float]],
+    lr: Array | None,
+    normal_range: tuple[float, float],
+) -> Array:
+    """Return ``1 / (1 + lr * sum_k weight_k * x^(p_k - 2))`` in x's memory; no lr means 1."""
+    total = _weighted_powers(x, weights)
+    if lr is not None:
+        rates = namespace(lr)
+        total *= rates.clip(rates.astype(lr, total.dtype), *normal_range)
+    total += 1
+    total **= -1
+    return total
 
 
 def _weighted_powers(x: Array, weights: Sequence[tuple[float, float]]) -> Array:

@@ -8,6 +8,22 @@ import torch
 from torch import Tensor
 
 
+def is_tracing() -> bool:
+    """Check whether operations are recorded or transformed instead of computed on real memory.
+
+    This is the case under torch.compile and export, in any ``__torch_dispatch__`` mode (make_fx,
+    FakeTensorMode, a user's logger), in ``torch.func`` transforms (vmap, grad) and in
+    torch.jit.trace. Values must then not be read, and kernels outside torch must not be called.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+        or torch._C._is_tracing()
+    )
+
+
 class TorchNamespace:
     """The array API functions that ``penalty.py`` and ``prox.py`` use, for torch tensors."""
 

@@ -20,14 +20,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from pdecay._core.anchors import decay_at_anchor_
 from pdecay._core.group_settings import Group, penalty_of, scales_of
 from pdecay._core.penalty import Penalty
-from pdecay._core.tensors import TensorList
+from pdecay._core.tensors import TensorList, is_tracing
 from pdecay._core.validation import check_number
 from pdecay._optim.kernels.selection import kernels_for
 
@@ -57,7 +56,8 @@ def update_and_decay_(
         state: the optimizer's state.
         allow_kernels: whether fused kernels may be used.
     """
-    for batch in make_batches(streams[0], group, rate, _fused(group) if allow_kernels else False):
+    fused = _fused(group) if allow_kernels else False
+    for batch in make_batches(streams, group, rate, fused):
         factors = batch.factors(batch.params)  # from w_old; empty if a kernel decays
         update(batch, *(batch.select(stream) for stream in streams))  # w_old -> w_tilde
         multiply_(batch.params, factors, foreach=batch.foreach)  # w = w_tilde * factor(w_old)
@@ -110,16 +110,18 @@ class DecayBatch:
 
 
 def make_batches(
-    params: list[Tensor], group: Group, rate: Rate, fused: bool | None
+    streams: Sequence[list[Any]], group: Group, rate: Rate, fused: bool | None
 ) -> Iterator[DecayBatch]:
     """Split a group's parameters into as few batches as kernels and scales allow.
 
+    `streams` are lists in the same order: the parameters, then all tensors that a kernel reads.
     Without a kernel and without foreach each parameter is a batch, so that only one factor is in
     memory at a time.
     """
+    params: list[Tensor] = streams[0]
     penalty = penalty_of(group)
     scales = scales_of(params, group)
-    kernels = kernels_for(params, fused)
+    kernels = kernels_for(streams, fused)
     rest = [param for param, kernel in zip(params, kernels, strict=True) if kernel is None]
     foreach = use_foreach(rest, group.get("foreach"))
     batches: dict[tuple[Any, ...], list[int]] = {}
@@ -175,7 +177,7 @@ def decay_rate(group: Group, optimizer: Optimizer, lr: Rate | None = None) -> Ra
 def _number_or_tensor(lr: object) -> Rate:
     """Return a tensor on a device, or one under torch.compile, unchanged; else a checked float."""
     if isinstance(lr, Tensor):
-        if lr.device.type != "cpu" or is_compiling():
+        if lr.device.type != "cpu" or is_tracing():
             return lr
         lr = lr.item()
     return check_number("lr", lr)
@@ -191,7 +193,7 @@ def decay_factors(
     w_old: Sequence[Tensor], penalty: Penalty, rate: Rate, *, foreach: bool = False
 ) -> list[Tensor]:
     """Return the decay's factor for each tensor."""
-    if not foreach:
+    if not foreach or is_tracing():  # torch.compile does not trace TensorList
         return [penalty.factor(w, rate) for w in w_old]
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, w in enumerate(w_old):

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
@@ -31,6 +30,7 @@ from pdecay._core.group_settings import (
 )
 from pdecay._core.parameters import warn_of_frozen
 from pdecay._core.penalty import Lp, Penalty, as_penalty
+from pdecay._core.tensors import is_tracing
 from pdecay._core.validation import check_number
 from pdecay._optim.engine import DecayBatch, check_rate, decay_rate, update_and_decay_
 
@@ -76,6 +76,15 @@ class _Decaying(Optimizer):
 
     def _update(self, group: Group, rate: float | Tensor) -> None:
         raise NotImplementedError
+
+    def _init_group(self, group: Group, *streams: list[Any]) -> bool:
+        """Collect gradients and state; initialise missing state in the layout of torch's own steps.
+
+        torch.compile runs this method instead of tracing it, if it is called with a member of
+        `param_groups` and with empty lists.
+        """
+        collect: Callable[..., bool] = super()._init_group  # type: ignore[misc]
+        return collect({**group, "fused": False}, *streams)
 
     def _defaults(self) -> Defaults:
         """Return the defaults for new groups, from ``self.defaults``, which deepcopy preserves."""
@@ -164,7 +173,7 @@ class PAdam(_Decaying, AdamW):
         max_exp_avg_sqs: list[Tensor] = []
         state_steps: list[Tensor] = []
         streams = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
-        has_complex = self._init_group({**group, "fused": False}, *streams)
+        has_complex = self._init_group(group, *streams)
         beta1, beta2 = group["betas"]
         hyper: dict[str, Any] = {"beta1": beta1, "beta2": beta2}
         hyper |= {key: group[key] for key in ("eps", "weight_decay", "amsgrad", "maximize")}
@@ -247,7 +256,7 @@ class PSGD(_Decaying, SGD):
         params: list[Tensor] = []
         grads: list[Tensor] = []
         buffers: list[Tensor | None] = []
-        has_sparse_grad = self._init_group({**group, "fused": False}, params, grads, buffers)
+        has_sparse_grad = self._init_group(group, params, grads, buffers)
         keys = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
         hyper: dict[str, Any] = {key: group[key] for key in keys}
         momentum = group["momentum"]
@@ -291,6 +300,6 @@ class PSGD(_Decaying, SGD):
 
 def _plain(lr: float | Tensor) -> float | Tensor:
     """Return a learning rate on the CPU as a float, which every kernel accepts."""
-    if isinstance(lr, Tensor) and lr.device.type == "cpu" and not is_compiling():
+    if isinstance(lr, Tensor) and lr.device.type == "cpu" and not is_tracing():
         return lr.item()
     return lr

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pdecay._native.build import KernelUnavailable
-from pdecay._optim.kernels.layout import Batch, Tensors, batches, is_dense, local
+from pdecay._optim.kernels.layout import Batch, Tensors, batches, is_dense, is_plain, local
 from pdecay._optim.kernels.native import Terms
 
 __all__ = ["adam_", "available", "decay_", "sgd_", "why_not"]
@@ -54,7 +54,7 @@ def why_not(tensor: Tensor) -> str | None:
     tensor = local(tensor)
     if tensor.dtype not in _DTYPES:
         return f"of dtype {str(tensor.dtype).removeprefix('torch.')}"
-    if tensor.layout != torch.strided or not is_dense(tensor):
+    if not is_plain(tensor) or not is_dense(tensor):
         return "not dense in memory"
     return None
 

@@ -9,6 +9,7 @@ size and layout, and copies those that differ.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,11 +19,55 @@ from torch.autograd.graph import increment_version
 Tensors = Sequence[Tensor]
 
 PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN_SET = {*PLAIN}
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return the local part of a DTensor; other tensors unchanged."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if type(tensor) in PLAIN or not hasattr(tensor, "to_local"):
+        return tensor
+    part: Tensor = tensor.to_local()
+    return part
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Check that the memory holds the values: strided, without lazy negation or lazy zeros."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+    )
+
+
+def all_on_cpu(tensors: Sequence[Tensor | None]) -> bool:
+    """Check quickly that all are strided CPU tensors, without subclasses, and none is None."""
+    return (
+        set(map(type, tensors)) <= _PLAIN_SET
+        and all(map(attrgetter("is_cpu"), tensors))
+        and set(map(attrgetter("layout"), tensors)) <= {torch.strided}
+    )
+
+
+def all_plain(tensors: Sequence[Tensor]) -> bool:
+    """Check quickly that no tensor has lazy negation or lazy zeros."""
+    return not any(map(Tensor.is_neg, tensors)) and not any(map(Tensor._is_zerotensor, tensors))
+
+
+def is_readable(tensor: Tensor | None, weight: Tensor) -> bool:
+    """Check that a kernel for `weight` can read a gradient or state; None counts as readable.
+
+    Lazy negation and lazy zeros are accepted, because :class:`Batch` copies such tensors. Step
+    counts may be on the CPU for weights on other devices.
+    """
+    if tensor is None:
+        return True
+    if type(weight) not in PLAIN:
+        weight, tensor = local(weight), local(tensor)
+    if type(tensor) not in PLAIN:
+        return False
+    on_device = tensor.device == weight.device or (tensor.is_cpu and tensor.numel() == 1)
+    return on_device and tensor.layout is torch.strided
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -71,8 +116,8 @@ class Batch:
         for s, stream in enumerate(streams[1:], 1):
             if [*map(Tensor.numel, stream)] != self.sizes:
                 raise ValueError("weights, gradients and state must have equal sizes")
-            same_layout = plain and all(map(Tensor.is_contiguous, stream))
-            if not same_layout or {tensor.dtype for tensor in stream} != {self.dtype}:
+            alike = plain and all(map(Tensor.is_contiguous, stream)) and all_plain(stream)
+            if not alike or {tensor.dtype for tensor in stream} != {self.dtype}:
                 stream = self._in_layout(weights, stream, written=s not in read_only)
             self.streams.append(stream)
 
@@ -82,7 +127,8 @@ class Batch:
         """Return the stream with tensors that differ in dtype or layout replaced by copies."""
         result = list(stream)
         for i, (weight, tensor) in enumerate(zip(weights, stream, strict=True)):
-            if tensor.dtype == self.dtype and tensor.stride() == weight.stride():
+            same_layout = tensor.dtype == self.dtype and tensor.stride() == weight.stride()
+            if same_layout and is_plain(tensor):
                 continue
             with torch.no_grad():
                 result[i] = torch.empty_like(weight, requires_grad=False).copy_(tensor)

@@ -26,8 +26,10 @@ from pdecay._optim.kernels.layout import (
     PLAIN,
     Batch,
     Tensors,
+    all_on_cpu,
     batches,
     is_dense,
+    is_plain,
     local,
 )
 
@@ -50,15 +52,14 @@ def available() -> str | None:
 
 def why_not(tensor: Tensor) -> str | None:
     """Return why the kernel cannot update this weight; None if it can."""
+    tensor = local(tensor)
     if type(tensor) not in PLAIN:
-        tensor = local(tensor)
-        if type(tensor) not in PLAIN:
-            return f"a {type(tensor).__name__}"
+        return f"a {type(tensor).__name__}"
     if tensor.device.type != "cpu":
         return f"on device {tensor.device.type}"
     if tensor.dtype not in _DTYPES:
         return f"of dtype {str(tensor.dtype).removeprefix('torch.')}"
-    if tensor.layout != torch.strided or not is_dense(tensor):
+    if not is_plain(tensor) or not is_dense(tensor):
         return "not dense in memory"
     return None
 
@@ -105,10 +106,12 @@ def adam_(
     streams = [params, grads, exp_avgs, exp_avg_sqs]
     if amsgrad:
         streams.append(max_exp_avg_sqs)
-    steps, double_steps = _step_pointers(state_steps)
-    for batch in batches(streams, read_only=(1,)):
-        powers, rates = _nonzero_terms(terms, rate)
-        counts = array("Q", [steps[i] for i in batch.indices])
+    steps = _step_counts(state_steps)
+    pointers = [step.data_ptr() for step in steps]
+    double_steps = bool(steps) and steps[0].dtype == torch.float64
+    powers, rates = _nonzero_terms(terms, rate)
+    for batch in list(batches(streams, read_only=(1,))):  # check all before any weight changes
+        counts = array("Q", [pointers[i] for i in batch.indices])
         _call(
             batch,
             library.pdecay_adam,
@@ -116,6 +119,9 @@ def adam_(
             *(_address(counts), double_steps),
             *(lr, beta1, beta2, eps, weight_decay, amsgrad, maximize),
         )
+    for step, count in zip(state_steps, steps, strict=True):
+        if count is not step:
+            step.copy_(count)
 
 
 def sgd_(
@@ -153,8 +159,8 @@ def sgd_(
     rate = float(lr if rate is None else rate)
     fresh = [first] * len(params) if isinstance(first, bool) else first
     streams = [params, grads, momentum_buffers] if momentum != 0 else [params, grads]
-    for batch in batches(streams, read_only=(1,)):
-        powers, rates = _nonzero_terms(terms, rate)
+    powers, rates = _nonzero_terms(terms, rate)
+    for batch in list(batches(streams, read_only=(1,))):
         flags = array("B", [fresh[i] for i in batch.indices])
         _call(
             batch,
@@ -170,7 +176,7 @@ def decay_(params: Tensors, olds: Tensors, *, terms: Terms, rate: float) -> None
     if not powers:
         return
     library = _library()
-    for batch in batches([params, olds], read_only=(1,)):
+    for batch in list(batches([params, olds], read_only=(1,))):
         _call(batch, library.pdecay_decay, len(powers), _address(powers), _address(rates))
 
 
@@ -200,6 +206,8 @@ def _call(batch: Batch, function: Callable[..., int], *arguments: float) -> None
         raise ValueError(f"cannot update a weight of dtype {batch.dtype}; supported: {[*_DTYPES]}")
     sizes = array("q", batch.sizes)
     data = array("Q", [tensor.data_ptr() for stream in batch.streams for tensor in stream])
+    if 0 in data and any(not d and batch.sizes[i % len(sizes)] for i, d in enumerate(data)):
+        raise ValueError("a weight, its gradient or its state has no memory (freed, or on meta)")
     status = function(
         *(_DTYPES[batch.dtype], torch.get_num_threads(), len(sizes)),
         *(_address(sizes), _address(data)),
@@ -210,9 +218,11 @@ def _call(batch: Batch, function: Callable[..., int], *arguments: float) -> None
     batch.finish()
 
 
-def _step_pointers(steps: Tensors) -> tuple[list[int], bool]:
-    """Return the addresses of the step counts, and whether they are float64."""
+def _step_counts(steps: Tensors) -> Tensors:
+    """Return the step counts in one dtype that C reads: float32 or float64, else as copies."""
+    if steps and (set(map(Tensor.numel, steps)) != {1} or not all_on_cpu(steps)):
+        raise ValueError("a step count must be one number on the CPU")
     dtypes = {step.dtype for step in steps}
-    if not dtypes <= {torch.float32} and not dtypes <= {torch.float64}:
-        raise ValueError(f"step counts must be all float32 or all float64, got {dtypes}")
-    return [step.data_ptr() for step in steps], dtypes == {torch.float64}
+    if dtypes <= {torch.float32} or dtypes <= {torch.float64}:
+        return steps
+    return [step.double() for step in steps]  # integers, or a mixture

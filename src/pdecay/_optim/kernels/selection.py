@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
-from torch import Tensor, strided
-from torch.compiler import is_compiling
+from torch import Tensor
 
+from pdecay._core.tensors import is_tracing
 from pdecay._optim.kernels import native
-from pdecay._optim.kernels.layout import PLAIN
+from pdecay._optim.kernels.layout import all_on_cpu, all_plain, is_readable
 
 KernelName = Literal["native", "compiled"]
 
@@ -33,7 +33,7 @@ def kernel_for(tensor: Tensor, fused: bool | None) -> ModuleType | None:
         fused: True asks for a kernel, False for none. None uses the C kernel where it works, but
             not torch.compile, which takes seconds to start.
     """
-    if fused is False or is_compiling():
+    if fused is False or is_tracing():
         return None
     if _only != "compiled":
         unsupported = native.why_not(tensor)
@@ -54,18 +54,28 @@ def kernel_for(tensor: Tensor, fused: bool | None) -> ModuleType | None:
     return None
 
 
-def kernels_for(tensors: Sequence[Tensor], fused: bool | None) -> list[ModuleType | None]:
-    """Return :func:`kernel_for` each tensor; tensors of one dtype and device share a call."""
-    known: dict[object, ModuleType | None] = {}
-    kernels = []
-    for tensor in tensors:
-        if type(tensor) in PLAIN and tensor.layout is strided and tensor.is_contiguous():
-            kind = (tensor.dtype, tensor.device)
-            if kind not in known:
-                known[kind] = kernel_for(tensor, fused)
-            kernels.append(known[kind])
-        else:
-            kernels.append(kernel_for(tensor, fused))
+def kernels_for(streams: Sequence[Sequence[Any]], fused: bool | None) -> list[ModuleType | None]:
+    """Return the kernel for each weight, given the lists of all tensors that the kernel reads.
+
+    The weights come first; other lists may be empty. A weight whose gradient or state a
+    kernel cannot read gets None: torch's own operations handle it, or raise torch's own error.
+    """
+    weights, *others = streams
+    if fused is False or is_tracing():
+        return [None] * len(weights)
+    on_cpu = all_on_cpu(weights)
+    if on_cpu and all(map(Tensor.is_contiguous, weights)) and all_plain(weights):
+        samples = {weight.dtype: weight for weight in weights}
+        by_dtype = {dtype: kernel_for(weight, fused) for dtype, weight in samples.items()}
+        kernels = [by_dtype[weight.dtype] for weight in weights]
+    else:
+        kernels = [kernel_for(weight, fused) for weight in weights]
+    for stream in others:
+        if on_cpu and all_on_cpu(stream):
+            continue
+        for i, tensor in enumerate(stream):
+            if kernels[i] is not None and not is_readable(tensor, weights[i]):
+                kernels[i] = None
     return kernels
 
 
