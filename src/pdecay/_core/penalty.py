@@ -185,11 +185,12 @@ def factor_of(w_old: Array, pairs: Sequence[tuple[Array, Array]], lr: float | Ar
     xp = namespace(x)
     low, high = _normal_range(x)
     total = xp.zeros_like(x)
-    for p, lam in pairs:
-        weight = xp.astype(xp.asarray(lr * lam), x.dtype)
-        power = x ** xp.astype(xp.asarray(p - 2.0), x.dtype)
-        # 0 * inf is NaN: leave out terms with weight 0
-        total = total + xp.where(weight > 0, xp.clip(weight, low, high) * power, 0.0)
+    with np.errstate(divide="ignore", over="ignore"):
+        for p, lam in pairs:
+            weight = xp.astype(xp.asarray(lr * lam), x.dtype)
+            power = x ** xp.astype(xp.asarray(p - 2.0), x.dtype)
+            # 0 * inf is NaN: leave out terms with weight 0
+            total = total + xp.where(weight > 0, xp.clip(weight, low, high) * power, 0.0)
     return 1 / (1 + total)
 
 

@@ -1,0 +1,125 @@
+"""Mistakes that optax makes easy: each changes the share of zeros, and the wrapper prevents it."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from pdecay import Lp
+from pdecay.optax import p_norm_decay, padam, with_p_norm_decay
+
+from .training import SCHEDULE, first_params, train, zeros
+
+DECAY = Lp(0.8, 0.02)
+
+
+@pytest.fixture(scope="module")
+def right():
+    return train(padam(SCHEDULE, decay=DECAY))
+
+
+def test_decay_before_the_learning_rate(right):
+    wrong = optax.chain(
+        optax.scale_by_adam(), p_norm_decay(SCHEDULE, DECAY), optax.scale_by_learning_rate(SCHEDULE)
+    )
+    assert zeros(train(wrong)) < 0.1 * zeros(right)
+
+
+def test_constant_learning_rate_beside_a_schedule(right):
+    wrong = optax.chain(optax.adam(SCHEDULE), p_norm_decay(0.05, DECAY))
+    assert abs(zeros(train(wrong)) - zeros(right)) > 0.05
+    with pytest.raises(ValueError, match="has a schedule, but learning_rate is a constant"):
+        with_p_norm_decay(optax.adam(SCHEDULE), DECAY, 0.05).init(first_params())
+    # a function of the learning rate leaves no room for the mistake
+    assert (
+        train(with_p_norm_decay(optax.adam, DECAY, SCHEDULE))["kernel"] == right["kernel"]
+    ).all()
+
+
+def test_injected_learning_rate_inside(right):
+    inside = optax.inject_hyperparams(optax.adam)(learning_rate=SCHEDULE)
+    with pytest.raises(ValueError, match="Put inject_hyperparams around"):
+        with_p_norm_decay(inside, DECAY, 0.05).init(first_params())
+    around = optax.inject_hyperparams(padam)(learning_rate=SCHEDULE, decay=DECAY)
+    assert zeros(train(around)) == pytest.approx(zeros(right), abs=0.01)
+
+
+def test_multi_steps(right):
+    inner = optax.MultiSteps(optax.adam(SCHEDULE), 4)
+    wrong = optax.chain(inner.gradient_transformation(), p_norm_decay(SCHEDULE, DECAY))
+    assert abs(zeros(train(wrong, repeat=4)) - zeros(right)) > 0.05
+    with pytest.raises(ValueError, match=r"Put optax\.MultiSteps around with_p_norm_decay"):
+        with_p_norm_decay(inner.gradient_transformation(), DECAY, SCHEDULE).init(first_params())
+    with pytest.raises(TypeError, match="wrap with_p_norm_decay in it instead"):
+        with_p_norm_decay(inner, DECAY, SCHEDULE)
+    around = optax.MultiSteps(padam(SCHEDULE, decay=DECAY), 4)
+    assert zeros(train(around, repeat=4)) == pytest.approx(zeros(right), abs=0.01)
+
+
+def with_bad_steps(tx):
+    """Make every second gradient infinite."""
+
+    def update(updates, state, params):
+        count, inner = state
+        bad = jnp.where(count % 2 == 1, jnp.inf, 0.0)
+        updates, inner = tx.update(jax.tree.map(lambda g: g + bad, updates), inner, params)
+        return updates, (count + 1, inner)
+
+    return optax.GradientTransformation(
+        lambda params: (jnp.zeros((), jnp.int32), tx.init(params)), update
+    )
+
+
+def test_apply_if_finite(right):
+    inner = optax.apply_if_finite(optax.adam(SCHEDULE), 10**6)
+    wrong = optax.chain(inner, p_norm_decay(SCHEDULE, DECAY))
+    with pytest.raises(ValueError, match=r"Put optax\.apply_if_finite around with_p_norm_decay"):
+        with_p_norm_decay(inner, DECAY, SCHEDULE).init(first_params())
+    around = optax.apply_if_finite(padam(SCHEDULE, decay=DECAY), 10**6)
+    assert zeros(train(with_bad_steps(around), repeat=2)) == pytest.approx(zeros(right), abs=0.01)
+    assert abs(zeros(train(with_bad_steps(wrong), repeat=2)) - zeros(right)) > 0.05
+
+
+def test_update_cast_to_half_precision():
+    # the step divides by 1000, but -0.0999 in bfloat16 is too far from -0.1 + 0.0001
+    w = jnp.full((2, 2), 0.1)
+    tx = p_norm_decay(1.0, Lp(2, 999.0))
+    update, _ = tx.update(jnp.zeros_like(w), tx.init(w), w)
+    assert jnp.allclose(w + update, 1e-4, rtol=1e-3)
+    assert not jnp.allclose(w + update.astype(jnp.bfloat16), 1e-4, rtol=0.5)
+
+
+def test_half_precision_weights_get_single_precision_updates(right):
+    params = first_params(jnp.bfloat16)
+    tx = padam(SCHEDULE, decay=DECAY)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["kernel"].dtype == jnp.float32
+    half = train(tx, params=params)
+    assert half["kernel"].dtype == jnp.bfloat16
+    assert zeros(half) == pytest.approx(zeros(right), abs=0.03)
+
+
+def test_skipped_steps_with_half_precision():
+    # apply_if_finite needs updates of the gradients' type, which single-precision updates are not
+    params = first_params(jnp.bfloat16)
+    tx = optax.MultiSteps(padam(0.05, decay=DECAY), 1, should_skip_update_fn=optax.skip_not_finite)
+    state = tx.init(params)
+    bad = jax.tree.map(lambda w: w + jnp.inf, params)
+    updates, state = jax.jit(tx.update)(bad, state, params)
+    assert not updates["kernel"].any()
+    updates, state = jax.jit(tx.update)(params, state, params)
+    assert updates["kernel"].all()
+    assert updates["kernel"].dtype == jnp.float32
+
+
+def test_traced_lam():
+    def share(lam):
+        with pytest.raises(TypeError, match="lam must be a number"):
+            Lp(0.8, lam)
+        tx = p_norm_decay(0.1, [(0.8, lam)])
+        w = first_params()["kernel"]
+        return w + tx.update(jnp.zeros_like(w), tx.init(w), w)[0]
+
+    w = first_params()["kernel"]
+    expected = w * Lp(0.8, 0.1).factor(w, 0.1)
+    assert jnp.allclose(jax.jit(share)(0.1), expected, rtol=1e-6)
