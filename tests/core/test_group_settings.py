@@ -178,7 +178,7 @@ class TestScaleOf:
         assert scale_of(group["params"][1], 1, group) == 0.0
         assert scale_of(group["params"][1], 1, {**group, "decay_1d": True}) == 0.75
 
-    def test_of_lazy_parameters(self):
+    def test_lazy_parameters_decay(self):
         lazy = nn.LazyLinear(3).weight
         assert scale_of(lazy, 0, PLAIN) == 1.0
         assert scale_of(lazy, 0, {**PLAIN, "decay": []}) == 0.0

@@ -245,7 +245,7 @@ class TestZeroTensors:
             (torch.zeros(2, 2, device="meta"), False),
         ],
     )
-    def test_is_zero(self, tensor, zero):
+    def test_is_zero_detects_all_zero_tensors(self, tensor, zero):
         assert is_zero(nn.Parameter(tensor)) is zero
 
     def test_empty_and_meta_tensors_follow_the_other_rules(self):

@@ -59,7 +59,7 @@ class TestValue:
             (Lp(1, 1), [], 0.0),
         ],
     )
-    def test_by_hand(self, array, penalty, w, expected):
+    def test_matches_hand_computed_values(self, array, penalty, w, expected):
         value = penalty.value(array(w))
         assert value.shape == ()
         assert float(value) == pytest.approx(expected, rel=1e-15)
@@ -108,7 +108,7 @@ class TestS:
             (4, [4, 0.25, 0]),
         ],
     )
-    def test_by_hand(self, array, p, expected):
+    def test_matches_hand_computed_values(self, array, p, expected):
         np.testing.assert_allclose(Lp(p, 0.3).s(array([-2.0, 0.5, 0.0])), expected, rtol=1e-15)
 
     @frameworks
@@ -154,7 +154,7 @@ class TestFactor:
             (4, 1.0, [0.0, -1.0, 3.0], 1.0, [1, 0.5, 0.1]),
         ],
     )
-    def test_by_hand(self, array, p, lam, w, lr, expected):
+    def test_matches_hand_computed_values(self, array, p, lam, w, lr, expected):
         np.testing.assert_allclose(Lp(p, lam).factor(array(w), lr), expected, rtol=1e-15)
 
     @frameworks

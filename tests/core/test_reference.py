@@ -70,7 +70,7 @@ class TestStep:
             (1.0, 3.0, [], 1.0, 1.0),
         ],
     )
-    def test_by_hand(self, w_tilde, w_old, pairs, lr, expected):
+    def test_matches_hand_computed_values(self, w_tilde, w_old, pairs, lr, expected):
         assert pwd_step(w_tilde, w_old, pairs, lr) == pytest.approx(expected, rel=1e-15)
 
     @penalties
@@ -279,7 +279,7 @@ class TestListing1:
 
 
 class TestExtendedPenalty:
-    def test_by_hand(self):
+    def test_matches_hand_computed_values(self):
         # p = 1: K(s) = 1/s, so (lam/2) * (s w^2 + 1/s)
         value = extended_penalty(vector(2, -1), vector(0.5, 4), p=1, lam=3)
         assert value.item() == pytest.approx(1.5 * ((2 + 2) + (4 + 0.25)))

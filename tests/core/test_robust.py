@@ -92,7 +92,7 @@ class TestFactor:
         st.floats(1e-3, 10),
     )
     @settings(deadline=None, max_examples=200)
-    def test_is_accurate(self, w, penalty, lr):
+    def test_matches_logarithmic_computation(self, w, penalty, lr):
         """Compare with a computation in logarithms, which neither overflows nor underflows.
 
         A power that overflows leaves the factor at 0, which is off by less than the smallest

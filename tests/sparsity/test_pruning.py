@@ -302,7 +302,7 @@ class TestBoth:
                 assert zeros_of(model) == round(0.8 * weights_of(model))
             assert 0.2 < pruning.sparsity_now < 1
 
-    def test_a_step_within_a_step_counts_once(self, prune):
+    def test_nested_step_counts_once(self, prune):
         class Nested(torch.optim.SGD):
             def step(self, closure=None):
                 return super().step(closure)
@@ -314,7 +314,7 @@ class TestBoth:
         train(model, optimizer, 3)
         assert pruning.last_step == 3
 
-    def test_a_step_that_fails_does_not_count(self, prune):
+    def test_failed_step_does_not_count(self, prune):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         pruning = prune(optimizer)

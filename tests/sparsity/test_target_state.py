@@ -114,7 +114,7 @@ class TestResume:
                 values = group[key] if isinstance(group[key], list) else [group[key]]
                 assert all(type(value) in (int, float) for value in values)
 
-    def test_a_taken_state_dict_does_not_change(self):
+    def test_state_dict_is_a_snapshot(self):
         model = build()
         optimizer = padam(model)
         SparsityTarget(optimizer, 0.9, STEPS)
@@ -202,7 +202,7 @@ class TestCounting:
         target.load_state_dict(target.state_dict())
         assert target.last_step == 0
 
-    def test_a_step_within_a_step_counts_once(self):
+    def test_nested_step_counts_once(self):
         class Nested(torch.optim.SGD):
             def step(self, closure=None):
                 return super().step(closure)
@@ -215,7 +215,7 @@ class TestCounting:
         train(model, optimizer, 3)
         assert target.last_step == 3
 
-    def test_a_non_finite_step_does_not_change_the_measured_update(self):
+    def test_non_finite_step_does_not_change_the_measured_update(self):
         model = build()
         optimizer = padam(model)
         SparsityTarget(optimizer, 0.9, STEPS)
@@ -250,7 +250,7 @@ class TestParameters:
         assert zeros([model[3].weight]) == 0.75 * model[3].weight.numel()
         assert target.sparsity == 0.75
 
-    def test_only_weights_without_gradient(self):
+    def test_all_weights_without_gradient_raises(self):
         model = build()
         optimizer = padam(model)
         model.requires_grad_(False)
@@ -372,7 +372,7 @@ class TestSeveralOptimizers:
         self.run(model, start=20)
         assert_equal(model, whole)
 
-    def test_an_optimizer_that_never_steps(self):
+    def test_optimizer_that_never_steps_does_not_block_the_others(self):
         model = build()
         unused = nn.Parameter(torch.randn(4, 4))
         optimizers = [*self.make(model), PAdam([unused], decay=Lp(0.8, 1))]
@@ -406,7 +406,7 @@ class TestLifecycle:
         assert zeros(weights(model)) == 0
         SparsityTarget(optimizer, 0.95, STEPS)
 
-    def test_the_proximal_step_is_refused(self):
+    def test_proximal_step_raises(self):
         optimizer = torch.optim.AdamW(build().parameters(), lr=1e-2)
         attach(optimizer, Lp(0.8, 1), step="prox")
         for call in (freeze_zeros, lambda one: SparsityTarget(one, 0.9, STEPS)):

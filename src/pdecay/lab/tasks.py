@@ -25,7 +25,7 @@ from pdecay.lab.data.sources import Images
 from pdecay.lab.data.streams import Batch, ImageStream, Stream, TextStream, derive
 from pdecay.lab.models import CNN, GPT, MLP, ResNet, Whitening
 
-_MODEL, _STEP = 100, 101  # purposes of randomness besides those of the streams
+_MODEL, _STEP = 100, 101  # identify the random numbers of the model and of a step, see `derive`
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Task:
         )
 
     def clip_(self, model: nn.Module) -> None:
-        """Clip the gradients if the task asks for it."""
+        """Clip the gradients if the task has a `clip`."""
         if self.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.clip)
 

@@ -96,10 +96,10 @@ def sparsity_target(
         def prune() -> list[jax.Array]:
             size = sum(w.size for w in weights)
             counts = jnp.array([round(share * size) for share in shares], jnp.int32)
-            spared = sum(w.size * ~part for w, part in zip(weights, takes_part, strict=True))
-            asked = counts[stage] - jnp.round(jnp.array(shares)[stage] * spared).astype(jnp.int32)
+            excluded = sum(w.size * ~part for w, part in zip(weights, takes_part, strict=True))
+            count = counts[stage] - jnp.round(jnp.array(shares)[stage] * excluded).astype(jnp.int32)
             return _smallest(
-                [w + u for w, u in zip(weights, moves, strict=True)], takes_part, asked
+                [w + u for w, u in zip(weights, moves, strict=True)], takes_part, count
             )
 
         def keep() -> list[jax.Array]:

@@ -86,7 +86,7 @@ def test_cells_are_run_in_order_and_once(study):
     assert [one["id"] for one in study.records()] == sorted(study.plan.keys)
 
 
-def test_of_two_trials_of_a_cell_only_the_first_is_run(study):
+def test_only_the_first_of_two_trials_of_a_cell_runs(study):
     key = study.plan.keys[0]
     duplicate(study, key)
     first = take(study)
@@ -211,7 +211,7 @@ def test_resume_after_launcher_died_while_it_queued_cells(storage, study, monkey
     assert [len(cell.trials) for cell in again.cells().values()] == [1] * 29
 
 
-def test_of_two_plans_that_start_at_once_the_second_is_refused(storage, monkeypatch):
+def test_second_of_two_plans_started_at_once_raises(storage, monkeypatch):
     one, other = grid(), grid((0.05, 0.06))
     first = SweepStudy.open(storage, "s", one, resume=False)
     trials = SweepStudy.trials

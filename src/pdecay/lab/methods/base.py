@@ -75,8 +75,8 @@ def decayed_weights(optimizer: Optimizer) -> list[Tensor]:
 
 
 def check_share(name: str, value: object) -> float:
-    """Return the value if it is a share from 0 to below 1, else raise."""
+    """Return the value if it is at least 0 and below 1, else raise."""
     share = check_number(name, value)
     if share >= 1:
-        raise ValueError(f"{name} must be below 1, or no weight is left, got {value!r}")
+        raise ValueError(f"{name} must be a share below 1, got {value!r}")
     return share

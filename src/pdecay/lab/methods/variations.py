@@ -66,7 +66,7 @@ class PScheduleMethod(_Variation):
     """
 
     cycles: int = 1
-    share: float = 0.5  # of a cycle, in which p falls; it then stays
+    share: float = 0.5  # share of a cycle in which p falls; then it is constant
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,7 @@ from pdecay.lab.train.records import Record
 
 SPARSITIES = (0.01, 0.2, 0.4, 0.8)  # the lines of the paper's figures
 _BANDS = 9
-_MARGIN = 0.06  # of the axes, around the outermost cells
+_MARGIN = 0.06  # margin around the outermost cells, as a share of the axes
 _GRID = 0.5  # settings that fill this share of a grid are a grid with holes, else scattered
 _MAX_TICKS, _MAX_LABEL = 8, 6
 _CHARACTER = (0.028, 0.016)  # space of a label's character, as a share of the x and the y axis

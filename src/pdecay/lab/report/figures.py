@@ -27,8 +27,8 @@ from pdecay.lab.train.records import Record
 _TICKS = (0, 50, 80, 90, 95, 98, 99, 99.5, 99.8, 99.9, 99.95, 99.98, 99.99)  # per cent of zeros
 _MAX_ZEROS = 99.99  # per cent; sparser networks are drawn at the end of the axis
 _GRID: Any = {"axis": "y", "color": "#e6e6e6", "linewidth": 0.8}
-_COLUMNS = 3  # of contour panels, as in the paper
-_SIZE = 46  # of a marker, in square points
+_COLUMNS = 3  # contour panels in a row, as in the paper
+_SIZE = 46  # marker size in square points
 
 # Decorator of the drawing functions. "$" in a name must not start a formula.
 _styled = matplotlib.rc_context({**FONTS, "text.parse_math": False})

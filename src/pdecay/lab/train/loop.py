@@ -32,7 +32,7 @@ from pdecay.lab.train.records import tradeoff
 
 _FLOOR = 0.01  # the last learning rate relative to the peak
 _CURVE_BATCHES = 5  # validation batches for a point of the curve; all would cost too much
-_METHOD = 102  # a purpose of randomness besides those of tasks and streams
+_METHOD = 102  # identifies the method's random numbers, see `derive`
 
 Point = dict[str, Any]
 
@@ -45,7 +45,7 @@ class Trainer:
         method: the training method.
         seed: determines the initial weights, the batches and the dropout.
         lr: the peak learning rate.
-        steps: the number of steps; the warm-up is scaled along.
+        steps: the number of steps; the warm-up is scaled in proportion.
         points: the number of evaluations during training for the curve; 0 for none.
     """
 
@@ -179,7 +179,7 @@ class Trainer:
             result = self.task.evaluate(self.model, batches=batches)
             if math.isfinite(result["loss"]):
                 return dict(result)
-            self.diverged = True  # the last step led there
+            self.diverged = True  # the last step made the loss infinite or NaN
         return {"accuracy": None, "loss": None}
 
 
