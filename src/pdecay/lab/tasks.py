@@ -158,20 +158,12 @@ def _load_digits() -> Images:
 
 
 # The loaders are module-level functions in partials, because a task must be picklable.
-def _load_images(load: Callable[[], Images], options: dict[str, Any], device: str) -> Stream:
+def _images(load: Callable[[], Images], device: str, **options: Any) -> Stream:
     return ImageStream(load(), device=device, **options)
 
 
-def _images(load: Callable[[], Images], **options: Any) -> Callable[[str], Stream]:
-    return functools.partial(_load_images, load, options)
-
-
-def _load_text(size: int, block: int, device: str) -> Stream:
+def _text(size: int, block: int, device: str) -> Stream:
     return TextStream(shakespeare.load(), size, block, device)
-
-
-def _text(size: int, block: int) -> Callable[[str], Stream]:
-    return functools.partial(_load_text, size, block)
 
 
 TASKS = ("digits", "fashion", "cifar10", "shakespeare")
@@ -188,10 +180,11 @@ _large_resnet = _partial(ResNet, 32, (1, 1, 1), stride=2, whitened=True)
 _small_gpt = _partial(GPT, shakespeare.SYMBOLS, block=32, layers=2, heads=4, width=64)
 _large_gpt = _partial(GPT, shakespeare.SYMBOLS, block=64, layers=4, heads=4, width=128)
 _nano_gpt = _partial(GPT, shakespeare.SYMBOLS, block=256, layers=6, heads=6, width=384, dropout=0.2)
-_digits = _images(_load_digits)
-_fashion, _fashion_flipped = _images(fashion.load), _images(fashion.load, flip=True)
-_cifar10, _cifar10_paper = (_images(cifar10.load, pad=pad, flip=True) for pad in (0, 4))
-_cifar10_cpu = _images(cifar10.load, size=128, pad=2, flip=True)
+_digits, _fashion = (_partial(_images, load) for load in (_load_digits, fashion.load))
+_fashion_flipped = _partial(_images, fashion.load, flip=True)
+_cifar10 = _partial(_images, cifar10.load, flip=True)
+_cifar10_cpu = _partial(_cifar10, size=128, pad=2)
+_cifar10_paper = _partial(_cifar10, pad=4)
 
 
 _RECIPES = {
@@ -205,8 +198,8 @@ _RECIPES = {
         Task("cifar10", "quick", _small_resnet, _cifar10, 600, 40, 5e-3),
         Task("cifar10", "cpu", _large_resnet, _cifar10_cpu, 2816, 280, 1e-2, label_smoothing=0.1),
         Task("cifar10", "paper", ResNet, _cifar10_paper, 100 * _EPOCH, 3 * _EPOCH, 1e-3),
-        Task("shakespeare", "quick", _small_gpt, _text(16, 32), 1600, 100, 1e-2, 1.0),
-        Task("shakespeare", "cpu", _large_gpt, _text(16, 64), 1500, 100, 1e-2, 1.0),
-        Task("shakespeare", "paper", _nano_gpt, _text(64, 256), 5000, 100, 1e-3, 1.0),
+        Task("shakespeare", "quick", _small_gpt, _partial(_text, 16, 32), 1600, 100, 1e-2, 1.0),
+        Task("shakespeare", "cpu", _large_gpt, _partial(_text, 16, 64), 1500, 100, 1e-2, 1.0),
+        Task("shakespeare", "paper", _nano_gpt, _partial(_text, 64, 256), 5000, 100, 1e-3, 1.0),
     )
 }

@@ -25,10 +25,11 @@ class Run:
 
     Args:
         optimizer: the optimizer of the model's parameters.
+        part: an object whose state is the state of the run, such as a pruning or a schedule.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, part: Any = None) -> None:
+        self.optimizer, self.part = optimizer, part
 
     def after_step(self) -> None:
         """Act after each optimizer step, before the learning rate changes."""
@@ -37,10 +38,12 @@ class Run:
         """Act once after the last step, before the model is evaluated and saved."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {} if self.part is None else dict(self.part.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state after the model and the optimizer were restored."""
+        if self.part is not None:
+            self.part.load_state_dict(state_dict)
 
 
 class Method:

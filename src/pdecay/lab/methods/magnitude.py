@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from pdecay import GradualMagnitudePruning, MagnitudePruning
 from pdecay._core.validation import check_number
@@ -33,7 +31,7 @@ class MPMethod(Method):
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
         optimizer = adamw(model, lr, self.weight_decay)
         weights = decayed_weights(optimizer)
-        return Pruned(optimizer, MagnitudePruning(optimizer, self.threshold, steps, params=weights))
+        return Run(optimizer, MagnitudePruning(optimizer, self.threshold, steps, params=weights))
 
 
 @dataclass(frozen=True)
@@ -53,25 +51,9 @@ class GMPMethod(Method):
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
         optimizer = adamw(model, lr, self.weight_decay)
         weights = decayed_weights(optimizer)
-        return Pruned(
+        return Run(
             optimizer,
             GradualMagnitudePruning(
                 optimizer, self.target, steps, params=weights, rank=self.rank, end=self.end
             ),
         )
-
-
-class Pruned(Run):
-    """A run whose pruning acts through the optimizer's hooks."""
-
-    def __init__(
-        self, optimizer: Optimizer, pruning: MagnitudePruning | GradualMagnitudePruning
-    ) -> None:
-        super().__init__(optimizer)
-        self._pruning = pruning
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._pruning.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._pruning.load_state_dict(state_dict)

@@ -19,7 +19,6 @@ from pdecay import Every, GradualMagnitudePruning, Lp, MagnitudePruning, PSchedu
 from pdecay._core.validation import check_count, check_number
 from pdecay.lab.methods.base import Method, Run, adamw, check_share, decayed_weights
 from pdecay.lab.methods.decay import padam
-from pdecay.lab.methods.magnitude import Pruned
 from pdecay.lab.tasks import Task
 
 
@@ -82,18 +81,8 @@ class PScheduleMethod(_Variation):
 
 
 class _Scheduled(Run):
-    def __init__(self, optimizer: Optimizer, schedule: PSchedule) -> None:
-        super().__init__(optimizer)
-        self._schedule = schedule
-
     def after_step(self) -> None:
-        self._schedule.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._schedule.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._schedule.load_state_dict(state_dict)
+        self.part.step()
 
 
 @dataclass(frozen=True)
@@ -147,7 +136,7 @@ class DecayedMPMethod(_Variation):
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
         optimizer = padam(model, lr, Lp(self.p, self.lam), self.weight_decay)
         weights = decayed_weights(optimizer)
-        return Pruned(optimizer, MagnitudePruning(optimizer, self.threshold, steps, params=weights))
+        return Run(optimizer, MagnitudePruning(optimizer, self.threshold, steps, params=weights))
 
 
 @dataclass(frozen=True)
@@ -159,6 +148,6 @@ class DecayedGMPMethod(_Variation):
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
         optimizer = padam(model, lr, Lp(self.p, self.lam), self.weight_decay)
         weights = decayed_weights(optimizer)
-        return Pruned(
+        return Run(
             optimizer, GradualMagnitudePruning(optimizer, self.target, steps, params=weights)
         )
