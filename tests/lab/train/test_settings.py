@@ -36,7 +36,7 @@ def test_task_provides_defaults():
         "seed": 3,
         "lr": 0.1,
         "steps": 7,
-        "options": {"target": 0.5, "weight_decay": 0.1},
+        "options": {"target": 0.5, "weight_decay": 0.1, "rank": "magnitude", "end": 0.7},
     }
 
 
@@ -80,7 +80,7 @@ BAD = [
     (("digits", "adamw"), {"weight_decay": -1}, "adamw: weight_decay must be finite and >= 0"),
     (("digits", "elastic"), {"l2": -1}, "elastic: l2 must be"),
     (("digits", "target"), {"target": 0}, "target: target must be above 0, got 0"),
-    (("digits", "target"), {"target": 1}, "target: target must be a share below 1, got 1"),
+    (("digits", "target"), {"target": 1}, "target: target must be below 1, got 1"),
     (("digits", "target"), {"p": 2}, "target: p must be below 2"),
     (("digits", "mp"), {"threshold": -1}, "mp: threshold must be"),
     (("digits", "gmp"), {"target": 1.5}, "gmp: target must be below 1"),

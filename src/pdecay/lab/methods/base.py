@@ -81,5 +81,5 @@ def check_share(name: str, value: object) -> float:
     """Return the value if it is at least 0 and below 1, else raise."""
     share = check_number(name, value)
     if share >= 1:
-        raise ValueError(f"{name} must be a share below 1, got {value!r}")
+        raise ValueError(f"{name} must be below 1, got {value!r}")
     return share
