@@ -10,6 +10,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "pdecay"
 # Each package may import those before it. The last ones are leaves: nothing imports them.
 ORDER = ("_utils", "_core", "_native", "prox", "_optim", "_sparsity", "deployment", "lab", "cli")
 LEAVES = {
+    "functional": "_optim",
     "optax": "_core",
     "keras": "_core",
     "sklearn": "_native",

@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pdecay import functional as functional
     from pdecay import prox as prox
     from pdecay._core.auxiliary import Every as Every
     from pdecay._core.auxiliary import Instant as Instant
@@ -105,7 +106,7 @@ _HOME = {
     "DeployReport": "deployment.runtime.pipeline",
     "deploy": "deployment.runtime.pipeline",
 }
-_SUBMODULES = ("prox",)
+_SUBMODULES = ("functional", "prox")
 
 __all__ = [
     *_HOME,

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import SGD, AdamW
 
+import pdecay
 from pdecay import PSGD, Every, Lp, PAdam, Slow, attach
 
 DECAY = Lp(0.8, 0.3)
@@ -372,3 +373,88 @@ class TestTracing:
         assert counter.frame_count == (2 if has_buffers else 1)
         for ours, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+class TestTensorHyperparameters:
+    @pytest.mark.parametrize("fused", [None, False])
+    @pytest.mark.parametrize(
+        ("build", "options"),
+        [
+            (padam, {"weight_decay": 0.1}),
+            (psgd, {"weight_decay": 0.1}),
+            (psgd, {"momentum": 0.9}),
+            (psgd, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+        ],
+    )
+    def test_tensors_equal_numbers(self, build, options, fused):
+        models = linear(), linear()
+        tensors = {
+            key: torch.tensor(value) if isinstance(value, float) and key != "nesterov" else value
+            for key, value in options.items()
+        }
+        for model, settings in zip(models, (options, tensors), strict=True):
+            train(model, build(model.parameters(), lr=0.1, fused=fused, **settings), 3)
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+    @pytest.mark.parametrize("key", ["momentum", "weight_decay"])
+    @pytest.mark.parametrize("bad", [torch.tensor(-0.1), torch.tensor([0.1, 0.2])])
+    def test_invalid_tensors_are_refused(self, key, bad):
+        with pytest.raises(ValueError, match=key):
+            psgd(linear().parameters(), **{key: bad})
+
+
+class TestFunctional:
+    FUSED = pytest.mark.parametrize("path", [{}, {"fused": False}, {"foreach": True}], ids=str)
+
+    @FUSED
+    @pytest.mark.parametrize("amsgrad", [False, True])
+    def test_padam_equals_the_optimizer(self, path, amsgrad, same):
+        weight = nn.Parameter(torch.linspace(-1, 2, 6).reshape(2, 3))
+        optimizer = padam([weight], lr=0.1, amsgrad=amsgrad, weight_decay=0.01, **path)
+        ours = weight.detach().clone()
+        moments = [torch.zeros_like(ours) for _ in range(3)]
+        steps = [torch.tensor(0.0)]
+        for t in range(3):
+            weight.grad = torch.full_like(weight, t - 0.5)
+            optimizer.step()
+            pdecay.functional.padam(
+                *([ours], [weight.grad], [moments[0]], [moments[1]]),
+                *([moments[2]] if amsgrad else [], steps),
+                decay=DECAY,
+                lr=0.1,
+                beta1=0.9,
+                beta2=0.999,
+                eps=1e-8,
+                weight_decay=0.01,
+                amsgrad=amsgrad,
+                **path,
+            )
+        assert same(ours, weight.detach())
+        assert steps[0].item() == 3
+
+    @FUSED
+    @pytest.mark.parametrize("momentum", [0.0, 0.9])
+    def test_psgd_equals_the_optimizer(self, path, momentum, same):
+        weight = nn.Parameter(torch.linspace(-1, 2, 6).reshape(2, 3))
+        optimizer = psgd([weight], lr=0.1, momentum=momentum, **path)
+        ours = weight.detach().clone()
+        buffers = [None] if momentum else []
+        for t in range(3):
+            weight.grad = torch.full_like(weight, t - 0.5)
+            optimizer.step()
+            pdecay.functional.psgd(
+                *([ours], [weight.grad], buffers), decay=DECAY, lr=0.1, momentum=momentum, **path
+            )
+        assert same(ours, weight.detach())
+        assert not momentum or same(buffers[0], optimizer.state[weight]["momentum_buffer"])
+
+    def test_vmap(self):
+        def step(w, g):
+            w = w.clone()
+            pdecay.functional.psgd([w], [g], [], decay=DECAY, lr=0.1)
+            return w
+
+        w, g = torch.randn(5, 4, 3), torch.randn(5, 4, 3)
+        expected = torch.stack([step(a, b) for a, b in zip(w, g, strict=True)])
+        torch.testing.assert_close(torch.vmap(step)(w, g), expected, rtol=1e-5, atol=1e-6)

@@ -147,7 +147,7 @@ def use_foreach(params: list[Tensor], foreach: bool | None) -> bool:
     return bool(params) and bool(_default_to_fused_or_foreach(params, differentiable=False)[1])
 
 
-def decay_rate(group: Group, optimizer: Optimizer, lr: Rate | None = None) -> Rate:
+def decay_rate(group: Group, optimizer: Optimizer | None, lr: Rate | None = None) -> Rate:
     """Return the decay's learning rate; 0 where a gradient scaler skips this step.
 
     It is the group's "decay_lr", else `lr`, else the group's "lr". If the group's "lr" is 0, it
@@ -183,10 +183,15 @@ def _number_or_tensor(lr: object) -> Rate:
     return check_number("lr", lr)
 
 
-def check_rate(lr: Rate) -> Rate:
-    """Return the learning rate; raise an error unless it is a finite number >= 0."""
-    check_number("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
-    return lr
+def check_scalar(name: str, value: Rate) -> Rate:
+    """Return a number or a tensor of one element, after checking that it is finite and >= 0."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
+        if not is_tracing():
+            check_number(name, value.item())
+        return value
+    return check_number(name, value)
 
 
 def decay_factors(

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
-from torch.optim.sgd import sgd
 
 from pdecay._core.auxiliary import Auxiliary, as_plain
 from pdecay._core.group_settings import (
@@ -30,13 +28,9 @@ from pdecay._core.group_settings import (
 )
 from pdecay._core.parameters import warn_of_frozen
 from pdecay._core.penalty import Lp, Penalty, as_penalty
-from pdecay._core.tensors import is_tracing
-from pdecay._core.validation import check_number
-from pdecay._optim.engine import DecayBatch, check_rate, decay_rate, update_and_decay_
+from pdecay._optim.engine import check_scalar, decay_rate
+from pdecay._optim.steps import adam_step_, sgd_step_
 
-# torch's own updates; mypy cannot check their signatures when called with *streams and **hyper
-torch_adam: Callable[..., None] = adam
-torch_sgd: Callable[..., None] = sgd
 _DEFAULT_DECAY = Lp(1, 1e-2)
 
 
@@ -143,7 +137,7 @@ class PAdam(_Decaying, AdamW):
         eps: float = 1e-8,
         decay: Penalty | None = _DEFAULT_DECAY,
         *,
-        weight_decay: float = 0.0,
+        weight_decay: float | Tensor = 0.0,
         amsgrad: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -154,10 +148,10 @@ class PAdam(_Decaying, AdamW):
         defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
         super().__init__(
             groups_with_settings(params, defaults),
-            check_rate(lr),
+            check_scalar("lr", lr),
             betas,
             eps,
-            weight_decay,
+            weight_decay,  # type: ignore[arg-type]  # AdamW accepts a tensor
             amsgrad,
             maximize=maximize,
             foreach=foreach,
@@ -174,28 +168,7 @@ class PAdam(_Decaying, AdamW):
         state_steps: list[Tensor] = []
         streams = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
         has_complex = self._init_group(group, *streams)
-        beta1, beta2 = group["betas"]
-        hyper: dict[str, Any] = {"beta1": beta1, "beta2": beta2}
-        hyper |= {key: group[key] for key in ("eps", "weight_decay", "amsgrad", "maximize")}
-
-        def update(batch: DecayBatch, *streams: list[Tensor]) -> None:
-            if batch.kernel is not None:
-                decay = {"terms": batch.terms, "rate": batch.rate}
-                batch.kernel.adam_(*streams, **decay, lr=_plain(group["lr"]), **hyper)
-            else:
-                torch_adam(
-                    *streams,
-                    lr=group["lr"],
-                    foreach=batch.foreach,
-                    fused=False,
-                    capturable=group["capturable"],
-                    differentiable=False,
-                    has_complex=has_complex,
-                    decoupled_weight_decay=True,
-                    **hyper,
-                )
-
-        update_and_decay_(update, streams, group, rate, self.state)
+        adam_step_(streams, group, rate, self.state, has_complex=has_complex)
 
 
 class PSGD(_Decaying, SGD):
@@ -228,12 +201,12 @@ class PSGD(_Decaying, SGD):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
+        momentum: float | Tensor = 0.0,
         dampening: float = 0.0,
         *,
         decay: Penalty | None = _DEFAULT_DECAY,
         nesterov: bool = False,
-        weight_decay: float = 0.0,
+        weight_decay: float | Tensor = 0.0,
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -242,10 +215,10 @@ class PSGD(_Decaying, SGD):
         defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
         super().__init__(
             groups_with_settings(params, defaults),
-            check_rate(lr),
-            check_number("momentum", momentum),
+            check_scalar("lr", lr),
+            check_scalar("momentum", momentum),  # type: ignore[arg-type]  # SGD accepts a tensor
             dampening,
-            check_number("weight_decay", weight_decay),
+            check_scalar("weight_decay", weight_decay),
             nesterov,
             maximize=maximize,
             foreach=foreach,
@@ -257,49 +230,9 @@ class PSGD(_Decaying, SGD):
         grads: list[Tensor] = []
         buffers: list[Tensor | None] = []
         has_sparse_grad = self._init_group(group, params, grads, buffers)
-        keys = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
-        hyper: dict[str, Any] = {key: group[key] for key in keys}
-        momentum = group["momentum"]
-
-        def update(
-            batch: DecayBatch, params: list[Tensor], grads: list[Tensor], buffers: list[Any]
-        ) -> None:
-            if batch.kernel is not None:
-                first = [not momentum or buffer is None for buffer in buffers or params]
-                if momentum:
-                    buffers = [
-                        torch.empty_like(param) if buffer is None else buffer
-                        for param, buffer in zip(params, buffers, strict=True)
-                    ]
-                batch.kernel.sgd_(
-                    *(params, grads, buffers),
-                    terms=batch.terms,
-                    rate=batch.rate,
-                    lr=_plain(group["lr"]),
-                    first=first,
-                    **hyper,
-                )
-            else:
-                torch_sgd(
-                    *(params, grads, buffers),
-                    lr=group["lr"],
-                    foreach=batch.foreach,
-                    fused=False,
-                    has_sparse_grad=has_sparse_grad,
-                    **hyper,
-                )
-            if momentum:
-                for param, buffer in zip(params, buffers, strict=True):
-                    self.state[param]["momentum_buffer"] = buffer
-
-        streams: list[list[Any]] = [params, grads, buffers]
-        update_and_decay_(
-            update, streams, group, rate, self.state, allow_kernels=not has_sparse_grad
+        sgd_step_(
+            *(params, grads, buffers, group, rate, self.state), has_sparse_grad=has_sparse_grad
         )
-
-
-def _plain(lr: float | Tensor) -> float | Tensor:
-    """Return a learning rate on the CPU as a float, which every kernel accepts."""
-    if isinstance(lr, Tensor) and lr.device.type == "cpu" and not is_tracing():
-        return lr.item()
-    return lr
+        if group["momentum"] != 0:
+            for param, buffer in zip(params, buffers, strict=True):
+                self.state[param]["momentum_buffer"] = buffer
