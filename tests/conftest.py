@@ -13,14 +13,13 @@ import torch
 
 from pdecay._optim.kernels import native
 
-# The tests' tensors are tiny: threads would only wait for each other, and pytest runs in several
-# processes as it is.
+# The tensors of the tests are too small for several threads, and pytest runs several processes.
 torch.set_num_threads(1)
 
-# A shell starts what it puts in the background deaf to Ctrl-C, and so would be all that we start.
+# A shell makes background processes ignore SIGINT, and child processes would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What `attach` is given by a test that compares to the last bit.
+# The arguments of `attach` in tests that compare bit by bit.
 EXACT: dict[str, Any] = {"fused": False}
 
 
@@ -35,7 +34,7 @@ def _private_kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def needs_native() -> None:
-    """Skip the test where the C kernel cannot be compiled."""
+    """Skip the test if the C kernel cannot be compiled."""
     if reason := native.available():
         pytest.skip(reason)
 
@@ -71,7 +70,7 @@ def exact() -> dict[str, Any]:
 
 @pytest.fixture
 def same():
-    """Whether two nested states hold the same keys, numbers and tensors, to the last bit."""
+    """Return a function that compares two nested states bit by bit: keys, numbers and tensors."""
     return _same
 
 
@@ -103,7 +102,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many optimizers the contract suite ran over (also from the workers of xdist)."""
+    """Print the number of optimizers that the contract suite ran over, with xdist too."""
     ran: set[tuple[str, str]] = set()
     failed: set[tuple[str, str]] = set()
     for outcome, kept in (("passed", ran), ("failed", failed)):
