@@ -4,11 +4,11 @@ Train: `PAdam` and `PSGD` are Adam and SGD with the decay in their step. `attach
 any other ``torch.optim.Optimizer``. The penalty is an `Lp` or a sum of them. `param_groups` chooses
 the weights that decay.
 
-Ask for a sparsity: `SparsityTarget` steers the decay until the given share of the weights is zero.
-`freeze_zeros` keeps zeros at zero. `MagnitudePruning` and `GradualMagnitudePruning` are the
+Choose a sparsity: `SparsityTarget` sets weights to zero along a ramp until the given share of them
+is zero. `freeze_zeros` keeps zeros at zero. `MagnitudePruning` and `GradualMagnitudePruning` are
 baselines.
 
-Look: `sparsity` counts zeros and dead units, `prune_` makes tiny weights exactly zero, `doctor`
+Inspect: `sparsity` counts zeros and dead units, `prune_` makes tiny weights exactly zero, `doctor`
 reports mistakes in a setup.
 
 Deploy: `compact` removes dead units, `deploy` replaces layers by sparse ones where that is faster,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pdecay.cli.common import add, check_writable
 
-SUMMARY = "measure the time of an optimizer step against torch's optimizers, and of sparse models"
+SUMMARY = "time optimizer steps and sparse models, relative to torch"
 EXAMPLE = "pdecay bench step --out pdecay-bench"
 
 _PARTS = ("step", "growth", "train", "start")

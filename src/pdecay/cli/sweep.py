@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machines = parser.add_argument_group("many machines")
     text = "a database that all machines reach, such as postgresql://me@host/sweeps"
     add(machines, "--storage", f"{text} (default: a journal file in --out)", metavar="URL")
-    add(machines, "--study", "the study's name in the database (default: that of --out)")
+    add(machines, "--study", "the study's name in the database (default: the name of --out)")
     text = "the time without a heartbeat after which a run on another machine is started again"
     add(machines, "--grace", text, seconds, 90.0)
 
@@ -67,7 +67,7 @@ def _add_cells(parser: argparse.ArgumentParser) -> None:
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
     search = parser.add_argument_group(
-        "searches: a sampler chooses values; LOW:HIGH is a range, logarithmic from a factor of 10"
+        "searches: a sampler chooses values; LOW:HIGH is a range, logarithmic if HIGH >= 10 * LOW"
     )
     add(search, "--sampler", "tpe, nsga2 or random (default: a grid)")
     add(search, "--trials", "the number of runs", count)
