@@ -10,7 +10,7 @@ import torch
 import pdecay
 from pdecay import Every, Instant, Lp, Slow
 from pdecay._core.penalty import as_penalty, factor_of
-from pdecay.optax import p_norm_decay, padam, psgd, with_p_norm_decay
+from pdecay.optax import p_norm_decay, padam, psgd
 
 from .training import SCHEDULE, first_params, train, zeros
 
@@ -172,6 +172,7 @@ class TestErrors:
             tx.update(params, tx.init(params))
 
 
+@pytest.mark.slow
 def test_padam_and_psgd_are_adam_and_sgd_with_decay():
     decay = Lp(0.8, 0.1)
     for ours, plain in [
@@ -179,9 +180,8 @@ def test_padam_and_psgd_are_adam_and_sgd_with_decay():
         (psgd(SCHEDULE, 0.9, nesterov=True, decay=decay), optax.sgd(SCHEDULE, 0.9, nesterov=True)),
     ]:
         chained = optax.chain(plain, p_norm_decay(SCHEDULE, decay))
-        results = [train(tx) for tx in (ours, chained, with_p_norm_decay(plain, decay, SCHEDULE))]
-        assert 0.1 < zeros(results[0]) < 0.9
-        for other in results[1:]:
-            assert (results[0]["kernel"] == other["kernel"]).all()
+        result = train(ours)
+        assert 0.1 < zeros(result) < 0.9
+        np.testing.assert_array_equal(result["kernel"], train(chained)["kernel"])
         bias = train(plain)["bias"]
-        np.testing.assert_array_equal(results[0]["bias"], bias)
+        np.testing.assert_array_equal(result["bias"], bias)

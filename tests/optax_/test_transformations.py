@@ -1,6 +1,7 @@
 """The decay under the transformations of JAX and optax."""
 
 import os
+import pickle
 import subprocess
 import sys
 from functools import partial
@@ -12,9 +13,11 @@ import optax
 import pytest
 
 from pdecay import Every, Lp
-from pdecay.optax import p_norm_decay, padam, psgd
+from pdecay.optax import p_norm_decay, padam, psgd, sparsity_target
 
 from .training import SCHEDULE, first_params, gradient, train, zeros
+
+pytestmark = pytest.mark.slow
 
 DECAY = Lp(0.8, 0.02) + Lp(2, 0.01)
 
@@ -104,6 +107,37 @@ def test_masked_and_multi_transform_restrict_the_decay():
     assert_close(train(optax.multi_transform(parts, labels), 10), plain)
 
 
+def test_saved_state_resumes_exactly():
+    tx = optax.chain(padam(SCHEDULE, decay=DECAY, auxiliary=Every(3)), sparsity_target(0.8, 20))
+
+    @jax.jit
+    def step(t, params, state):
+        updates, state = tx.update(gradient(params, t), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = first_params()
+    state = tx.init(params)
+    for t in range(20):
+        if t == 7:
+            params, state = pickle.loads(pickle.dumps(jax.device_get((params, state))))
+        params, state = step(t, params, state)
+    np.testing.assert_array_equal(params["kernel"], train(tx, 20)["kernel"])
+
+
+def test_double_precision():
+    with jax.enable_x64(True):
+        w = jnp.asarray(np.random.default_rng(0).normal(size=(10, 10)))
+        for lam in (0.1, lambda count: 0.1 + 0.0 * count):
+            tx = p_norm_decay(0.01, [(0.8, lam)])
+            update, _ = tx.update(jnp.zeros_like(w), tx.init(w), w)
+            expected = np.asarray(w) * Lp(0.8, 0.1).factor(np.asarray(w), 0.01)
+            assert update.dtype == jnp.float64
+            np.testing.assert_allclose(w + update, expected, rtol=1e-12)
+        tx = sparsity_target(0.5, 10, start=0, end=0.1)
+        update, _ = jax.jit(tx.update)(jnp.zeros_like(w), tx.init(w), w)
+        assert (w + update == 0).sum() == 50
+
+
 def test_extra_arguments_reach_the_optimizer():
     tx = optax.chain(optax.contrib.reduce_on_plateau(), padam(0.1, decay=DECAY))
     params = first_params()
@@ -145,7 +179,6 @@ assert (np.asarray(params["kernel"]) == 0).sum() == 480
 """
 
 
-@pytest.mark.slow
 def test_sharded_arrays(request):
     run_with(request, SHARDED, {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
 

@@ -10,6 +10,8 @@ from pdecay.optax import p_norm_decay, padam, with_p_norm_decay
 
 from .training import SCHEDULE, first_params, train, zeros
 
+pytestmark = pytest.mark.slow
+
 DECAY = Lp(0.8, 0.02)
 
 

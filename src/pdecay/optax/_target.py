@@ -134,7 +134,7 @@ def _smallest(
         return sum(jnp.sum(bits < threshold, dtype=jnp.int32) for bits in patterns)
 
     def add_bit(i: Any, threshold: jax.Array) -> jax.Array:
-        higher = threshold | (1 << (30 - i))
+        higher = threshold | (jnp.int32(1) << jnp.int32(30 - i))
         return jnp.where(below(higher) < count, higher, threshold)
 
     threshold = jax.lax.fori_loop(0, 31, add_bit, jnp.zeros((), jnp.int32))
