@@ -4,7 +4,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test quicktest lint bench docs clean
+.PHONY: demo test quicktest lint bench study docs clean
 
 demo: $(VENV)/lab
 	$(VENV)/bin/pdecay demo
@@ -23,6 +23,12 @@ lint: $(VENV)/dev
 
 bench: $(VENV)/lab
 	$(VENV)/bin/pdecay bench
+
+# Many hours of two cores; resumes where it was interrupted.
+study: $(VENV)/lab
+	$(VENV)/bin/python benchmarks/study.py tune --workers $(WORKERS)
+	$(VENV)/bin/python benchmarks/study.py final --workers $(WORKERS)
+	$(VENV)/bin/python benchmarks/study.py tables
 
 docs: $(VENV)/dev
 	$(VENV)/bin/sphinx-build --fail-on-warning --keep-going docs docs/_build/html
