@@ -1,4 +1,4 @@
-"""The decay step: its numbers, its settings, and the tensors that it spares."""
+"""The decay step: its numbers, its settings, and the tensors that do not decay."""
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ class TestSpared:
             assert (new["bias"] == 0.5).all()
             assert (new["zero"] == 0.5).all()
             assert (new["kernel"] == -0.25).all()
-            # a tensor that was zero at first is spared for good
+            # a tensor that is initialised to zero never decays
             params_2 = optax.apply_updates(params, new)
             again, _ = tx.update(updates, state, params_2)
             assert (again["zero"] == 0.5).all()

@@ -66,7 +66,7 @@ def test_vmap_trains_an_ensemble_with_one_lam_each():
         np.testing.assert_allclose(kernel, single, rtol=1e-4, atol=1e-6)
 
 
-def test_vmap_spares_the_members_that_start_at_zero():
+def test_vmap_does_not_decay_members_that_start_at_zero():
     params = jnp.stack([jnp.zeros((2, 2)), jnp.ones((2, 2))])
     tx = p_norm_decay(1.0, Lp(1, 1.0))
     updates, _ = jax.vmap(tx.update)(jnp.full((2, 2, 2), 0.5), jax.vmap(tx.init)(params), params)

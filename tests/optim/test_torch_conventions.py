@@ -73,7 +73,7 @@ class TestSignature:
         train(model, optimizer)
         assert not torch.equal(model.weight, before)
 
-    def test_differentiable_is_refused(self):
+    def test_differentiable_raises(self):
         model = linear()
         with pytest.raises(ValueError, match="differentiable"):
             attach(SGD(model.parameters(), differentiable=True), DECAY)
@@ -168,7 +168,7 @@ class TestLifetime:
         finally:
             gc.enable()
 
-    def test_zero_weights_that_were_warned_of_can_be_swapped(self):
+    def test_reported_zero_weights_can_be_swapped(self):
         model = linear()
         nn.init.zeros_(model.weight)
         with pytest.warns(UserWarning, match="all zero"):
@@ -399,7 +399,7 @@ class TestTensorHyperparameters:
 
     @pytest.mark.parametrize("key", ["momentum", "weight_decay"])
     @pytest.mark.parametrize("bad", [torch.tensor(-0.1), torch.tensor([0.1, 0.2])])
-    def test_invalid_tensors_are_refused(self, key, bad):
+    def test_invalid_tensors_raise(self, key, bad):
         with pytest.raises(ValueError, match=key):
             psgd(linear().parameters(), **{key: bad})
 
