@@ -21,7 +21,7 @@ from pdecay.sklearn._terms import Floats, Terms
 class BridgeRegressor(RegressorMixin, BaseEstimator):
     """Linear regression with the penalty ``(lam / p) * sum |w|^p``, for any p >= 0.
 
-    Minimises, over coefficients w and the intercept b,
+    Minimises, over coefficients w and the intercept b::
 
         1 / (2 * n) * ||y - X w - b||^2 + (lam / p) * sum_j |w_j|^p .
 
