@@ -16,6 +16,9 @@ from pdecay._optim.kernels import native
 # The tensors of the tests are too small for several threads, and pytest runs several processes.
 torch.set_num_threads(1)
 
+# The examples in docstrings and pages import Keras in this process.
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
 # A shell makes background processes ignore SIGINT, and child processes would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

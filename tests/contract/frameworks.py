@@ -1,11 +1,13 @@
 """One training run for every framework, side by side with a numpy reference in double precision.
 
 To put another framework under the contract, write a subclass of :class:`Run` with two methods and
-add it to ``FRAMEWORKS``; ``test_frameworks.py`` does the rest.
+add it to ``FRAMEWORKS``; ``test_frameworks.py`` does the rest. :class:`Keras` is not in it: Keras
+has one backend for each process, and ``tests/keras_`` starts one process for each backend.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +20,11 @@ Weights = dict[str, np.ndarray]
 
 STEPS = 100
 MOMENTUM = 0.9
-# Not 0.999: optax computes 1 - b2^t in single precision, where it has a relative error of 6e-5.
+# Not 0.999: optax and Keras compute 1 - b2^t in single precision, where it has a relative error
+# of 6e-5.
 BETAS = (0.9, 0.99)
 EPS = 1e-8
+ZERO = 1e-13
 # Warmup from 0, a plateau, a pause at 0, and a decay back to 0.
 RATES = np.concatenate(
     [np.linspace(0, 0.02, 11), np.full(39, 0.02), np.zeros(5), np.linspace(0.02, 0, 45)]
@@ -120,6 +124,16 @@ class Reference(Run):
         return dict(self.params)
 
 
+class KerasReference(Reference):
+    """The reference without momentum.
+
+    The momentum of Keras' SGD contains the learning rate of each step, that of torch does not.
+    """
+
+    def _sgd(self, name: str, g: np.ndarray) -> np.ndarray:
+        return g
+
+
 class Torch(Run):
     def __init__(self, case: Case, weights: Weights) -> None:
         import torch
@@ -180,18 +194,102 @@ class Optax(Run):
         return {name: np.asarray(w, np.float64) for name, w in self.params.items()}
 
 
+class Keras(Run):
+    """Keras on the backend of this process, with a step that is compiled as ``fit`` does it."""
+
+    def __init__(self, case: Case, weights: Weights) -> None:
+        import keras
+
+        from pdecay.keras import PSGD, PAdam
+
+        class Rates(keras.optimizers.schedules.LearningRateSchedule):
+            def __call__(self, step: Any) -> Any:
+                return keras.ops.take(keras.ops.convert_to_tensor(RATES, "float32"), step)
+
+        self.params = {
+            name: keras.Variable(w, dtype="float32", name=name) for name, w in weights.items()
+        }
+        if case.optimizer == "adam":
+            optimizer = PAdam(Rates(), *BETAS, EPS, decay=case.penalty)
+        else:
+            optimizer = PSGD(Rates(), decay=case.penalty)  # see KerasReference
+        self._step = compiled_step(optimizer, list(self.params.values()))
+
+    def step(self, gradients: Weights) -> None:
+        self._step([gradients[name] for name in self.params])
+
+    def weights(self) -> Weights:
+        import keras
+
+        arrays = {name: keras.ops.convert_to_numpy(v) for name, v in self.params.items()}
+        return {name: np.array(array, np.float64) for name, array in arrays.items()}
+
+
+def compiled_step(optimizer: Any, variables: list[Any]) -> Callable[[list[np.ndarray]], None]:
+    """Return a function of the gradients that makes one step of a Keras optimizer."""
+    import keras
+
+    optimizer.build(variables)
+    backend = keras.backend.backend()
+    if backend == "torch":
+        import torch
+
+        def step(gradients: list[np.ndarray]) -> None:
+            with torch.no_grad():
+                optimizer.apply([torch.from_numpy(g) for g in gradients], variables)
+
+    elif backend == "tensorflow":
+        import tensorflow as tf
+
+        traced = tf.function(lambda gradients: optimizer.apply(gradients, variables))
+
+        def step(gradients: list[np.ndarray]) -> None:
+            traced([tf.constant(g) for g in gradients])
+
+    else:
+        import jax
+
+        compiled = jax.jit(optimizer.stateless_apply)
+
+        def step(gradients: list[np.ndarray]) -> None:
+            old = [v.value for v in variables]
+            new, state = compiled([v.value for v in optimizer.variables], gradients, old)
+            for variable, value in zip(
+                [*variables, *optimizer.variables], [*new, *state], strict=True
+            ):
+                variable.assign(value)
+
+    return step
+
+
 FRAMEWORKS: dict[str, type[Run]] = {"torch": Torch, "optax": Optax}
 
 
-def walk(framework: type[Run], case: Case) -> list[tuple[Weights, Weights]]:
+def walk(
+    framework: type[Run], case: Case, reference: type[Run] = Reference
+) -> list[tuple[Weights, Weights]]:
     """Run a framework and the reference; return the weights of both after each step.
 
     Each follows its own gradients, so that differences add up as in a training.
     """
-    runs = [Reference(case, first_weights()), framework(case, first_weights())]
+    runs = [reference(case, first_weights()), framework(case, first_weights())]
     history = []
     for t in range(STEPS):
         for run in runs:
             run.step(gradient(run.weights(), t))
         history.append((runs[0].weights(), runs[1].weights()))
     return history
+
+
+def check_equals_reference(
+    framework: type[Run], case: Case, reference: type[Run] = Reference
+) -> None:
+    """Check the weights of a framework against the reference, after each step."""
+    smooth = all(p >= 2 for p, _ in case.penalty.pairs())
+    for exact, weights in walk(framework, case, reference):
+        for name, expected in exact.items():
+            difference = np.abs(weights[name] - expected) / np.abs(expected).max()
+            assert np.quantile(difference, 0.99) <= 1e-5
+            assert difference.max() <= (1e-5 if smooth or name == "bias" else 1e-2)
+        zeros = [np.abs(run["kernel"]) < ZERO for run in (exact, weights)]
+        assert np.mean(zeros[0] != zeros[1]) <= 0.005

@@ -16,28 +16,20 @@ from .frameworks import (
     PENALTIES,
     RATES,
     STEPS,
+    ZERO,
     Case,
     Reference,
+    check_equals_reference,
     first_weights,
     gradient,
-    walk,
 )
-
-ZERO = 1e-13
 
 
 @pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
 def test_weights_equal_the_reference(framework, optimizer, penalty):
-    smooth = all(p >= 2 for p, _ in penalty.pairs())
-    for reference, weights in walk(framework, Case(optimizer, penalty)):
-        for name, expected in reference.items():
-            difference = np.abs(weights[name] - expected) / np.abs(expected).max()
-            assert np.quantile(difference, 0.99) <= 1e-5
-            assert difference.max() <= (1e-5 if smooth or name == "bias" else 1e-2)
-        zeros = [np.abs(run["kernel"]) < ZERO for run in (reference, weights)]
-        assert np.mean(zeros[0] != zeros[1]) <= 0.005
+    check_equals_reference(framework, Case(optimizer, penalty))
 
 
 def test_cases_cover_zeros_and_learning_rates_of_zero():

@@ -1,0 +1,248 @@
+"""Keras callbacks that log the sparsity and steer the decay to a given sparsity.
+
+With a fixed lam the final sparsity is unknown in advance. :class:`SparsityTarget` instead follows a
+cubic ramp of sparsities. ``tau`` is the quantile of |w| at the sparsity that the ramp asks for now.
+The callback sets the optimizer's ``decay_scale`` so that a weight at tau shrinks as fast as the
+optimizer typically moves a weight. Weights that have been below tau for a while are set to exactly
+zero, where the decay keeps them. At the end of the ramp the count of zeros is made exact. After
+that the zeros stay, and the other weights train without decay. These are the rules of
+:class:`pdecay.SparsityTarget` for torch.
+
+The callback has no state of its own. It reads the step from the optimizer's ``iterations`` and
+keeps its result in ``decay_scale``, and Keras saves both with the model.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from pdecay._core.ramp import cubic_ramp
+from pdecay._core.validation import check_count, check_number
+from pdecay.keras._optimizers import HOLD, PNormDecay, decaying, zero_keeping
+
+_STAGES = 200  # updates of the scale along the ramp: ranking all weights each step would be slow
+_LAG = 0.1  # of the ramp: the time that a weight has to shrink before it is set to zero
+# The speed of the decay at tau, in units of the optimizer's typical update. From p = 1 on, larger
+# weights are pulled at least as hard as those at tau, and a full update would remove them too.
+_SHARE_OF_UPDATE = {"below 1": 1.0, "from 1 on": 0.3}
+_PROBED_ROWS = 8  # rows of each variable that the size of the update is measured on
+
+
+def sparsity(model: Any, threshold: float = 1e-13) -> float:
+    """Return the share of the decayed weights with a magnitude below the threshold.
+
+    Args:
+        model: a model that was compiled with an optimizer with p-norm weight decay and trained for
+            at least one step.
+        threshold: weights below it count as zeros.
+    """
+    arrays = _decayed_arrays(decaying(model.optimizer, "sparsity"))
+    size = sum(array.size for array in arrays)
+    zeros = sum(int((np.abs(array) < threshold).sum()) for array in arrays)
+    return zeros / size if size else 0.0
+
+
+class SparsityLogger(keras.callbacks.Callback):
+    """Log the share of zeros among the decayed weights, at the end of each epoch.
+
+    The log has the name "sparsity": the history, the progress bar, ``CSVLogger`` and other
+    callbacks that come later in the list see it.
+
+    Args:
+        threshold: weights with a magnitude below it count as zeros.
+    """
+
+    def __init__(self, threshold: float = 1e-13) -> None:
+        super().__init__()
+        self.threshold = check_number("threshold", threshold)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Check the optimizer."""
+        decaying(self.model.optimizer, type(self).__name__)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the sparsity to the logs."""
+        if logs is not None:
+            logs["sparsity"] = sparsity(self.model, self.threshold)
+
+
+class SparsityTarget(SparsityLogger):
+    """Steer the decay so that a given share of the decayed weights is exactly zero at the end.
+
+    The callback counts the steps of the optimizer. A model that was loaded from a ``.keras`` file
+    or restored by ``BackupAndRestore`` therefore continues its ramp; a model that was compiled
+    again starts a new one. It also logs the sparsity.
+
+    Args:
+        target: the share of the decayed weights that must be zero, above 0 and below 1.
+        total_steps: the number of optimizer steps of the whole training. The default is the number
+            of batches and epochs that ``fit`` was given.
+        start, end: the start and the end of the ramp, as shares of `total_steps`. After the end,
+            the nonzero weights train without decay.
+    """
+
+    def __init__(
+        self,
+        target: float,
+        total_steps: int | None = None,
+        *,
+        start: float = 0.1,
+        end: float = 0.7,
+    ) -> None:
+        super().__init__(threshold=float(np.finfo(np.float32).smallest_normal))
+        if not 0 < check_number("target", target) < 1:
+            raise ValueError(f"target must be above 0 and below 1, got {target!r}")
+        if not 0 <= check_number("start", start) < check_number("end", end) <= 1:
+            raise ValueError(f"0 <= start < end <= 1 must hold, got start={start!r}, end={end!r}")
+        if total_steps is not None:
+            check_count("total_steps", total_steps)
+        self.target, self.total_steps, self.start, self.end = target, total_steps, start, end
+        self._begin = self._end = self._every = self._step = 0
+        self._before: list[np.ndarray[Any, Any]] | None = None  # probed weights before the step
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Place the ramp and switch the decay off until it starts."""
+        optimizer = self._optimizer()
+        total = self.total_steps or self._steps_of_fit(optimizer)
+        self._begin = int(self.start * total)
+        self._end = max(self._begin + 1, round(self.end * total))
+        self._every = max(1, (self._end - self._begin) // _STAGES)
+        self._before = None
+        self._step = _steps(optimizer)
+        if self._step == 0 or self._step < self._begin:
+            optimizer.decay_scale.assign(0.0)
+        elif self._step >= self._end and float(optimizer.decay_scale) > 2 * HOLD:
+            warnings.warn(
+                f"SparsityTarget has no effect: the optimizer has made {self._step} steps, and the "
+                f"ramp ended at {self._end}; compile the model again or raise total_steps",
+                stacklevel=2,
+            )
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remember some weights, to measure how far the step moves them."""
+        if self._before is None and self._is_due(self._step, self._step + 1):
+            self._before = _probes(self._optimizer())
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Zero the weights whose turn it is, and set the scale of the next steps."""
+        if self._step >= self._end:
+            return
+        optimizer = self._optimizer()
+        step, last = _steps(optimizer), self._step
+        if step == last:  # gradients are accumulated, or the step was skipped
+            return
+        self._step = step
+        before, self._before = self._before, None
+        if step >= self._end:
+            _zero_smallest(optimizer, self.target)
+            optimizer.decay_scale.assign(HOLD)
+        elif self._is_due(last, step):
+            lag = _LAG * (self._end - self._begin)
+            _zero_smallest(
+                optimizer, self.target * cubic_ramp(int(step - lag), self._begin, self._end)
+            )
+            self._set_scale(optimizer, before, step - last)
+
+    def _optimizer(self) -> PNormDecay:
+        # self.model synchronises the state of JAX; self._model would read stale weights.
+        return zero_keeping(self.model.optimizer, "SparsityTarget")
+
+    def _steps_of_fit(self, optimizer: PNormDecay) -> int:
+        epochs, batches = self.params.get("epochs"), self.params.get("steps")
+        if not epochs or not batches:
+            raise ValueError(
+                "SparsityTarget: the number of batches is unknown; pass total_steps, or pass "
+                "steps_per_epoch to fit"
+            )
+        return max(1, int(epochs) * int(batches) // (optimizer.gradient_accumulation_steps or 1))
+
+    def _is_due(self, last: int, step: int) -> bool:
+        """Return whether a stage of the ramp begins after the step `last`, up to `step`."""
+        if not self._begin <= step <= self._end:
+            return False
+        stage = (step - self._begin) // self._every
+        return last < self._begin or stage > (last - self._begin) // self._every
+
+    def _set_scale(
+        self, optimizer: PNormDecay, before: list[np.ndarray[Any, Any]] | None, steps: int
+    ) -> None:
+        """Set the scale at which a weight at tau shrinks at the given speed."""
+        if not before:  # TensorFlow builds the optimizer in the first step
+            return
+        update, typical = _measure(before, _probes(optimizer), steps)
+        if not math.isfinite(update) or not math.isfinite(typical):
+            return
+        magnitudes = _magnitudes(optimizer)
+        share = self.target * cubic_ramp(self._step, self._begin, self._end)
+        count = round(share * magnitudes.size)
+        tau = float(np.partition(magnitudes, count - 1)[count - 1]) if count else 0.0
+        rate = float(ops.convert_to_numpy(optimizer.learning_rate))
+        assert optimizer.decay is not None
+        pairs = optimizer.decay.pairs()
+        scale = HOLD  # there are more zeros than the ramp asks for, or the learning rate is 0
+        if tau and rate and math.isfinite(tau):
+            lowest = min(p for p, lam in pairs if lam)
+            speed = _SHARE_OF_UPDATE["below 1" if lowest < 1 else "from 1 on"] * update
+            # Above p = 1 the pull grows with the weight. It is set at the typical weight that
+            # remains: set at tau, it would grow without bound on these as tau falls to zero.
+            large = max(tau, typical)
+            pull: float = sum(lam * (large if p > 1 else tau) ** (p - 1) for p, lam in pairs)
+            scale = max(speed / (rate * pull), HOLD)
+        optimizer.decay_scale.assign(scale)
+
+
+def _steps(optimizer: PNormDecay) -> int:
+    return int(ops.convert_to_numpy(optimizer.iterations))
+
+
+def _decayed_arrays(optimizer: PNormDecay) -> list[np.ndarray[Any, Any]]:
+    # Copies: on torch the array shares the memory of the variable.
+    return [
+        np.array(ops.convert_to_numpy(ops.cast(variable, "float32")))
+        for variable in optimizer.decayed_variables
+    ]
+
+
+def _magnitudes(optimizer: PNormDecay) -> np.ndarray[Any, Any]:
+    arrays = [np.abs(array).ravel() for array in _decayed_arrays(optimizer)]
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
+
+
+def _probes(optimizer: PNormDecay) -> list[np.ndarray[Any, Any]]:
+    """Return a few rows of each decayed variable."""
+    return [array[:: max(1, len(array) // _PROBED_ROWS)] for array in _decayed_arrays(optimizer)]
+
+
+def _measure(
+    before: list[np.ndarray[Any, Any]], now: list[np.ndarray[Any, Any]], steps: int
+) -> tuple[float, float]:
+    """Return how far a step moves a nonzero weight, and the mean magnitude of these weights."""
+    old, new = (np.concatenate([a.ravel() for a in arrays]) for arrays in (before, now))
+    alive = new != 0
+    if not alive.any():
+        return 0.0, 0.0
+    moved = (new[alive] - old[alive]).astype(np.float64)
+    return float(np.sqrt(np.mean(moved**2))) / steps, float(np.abs(new[alive]).mean())
+
+
+def _zero_smallest(optimizer: PNormDecay, share: float) -> None:
+    """Set weights to zero, the smallest first, until the share of all decayed weights is zero."""
+    magnitudes = _magnitudes(optimizer)
+    count = round(share * magnitudes.size)
+    if count <= np.count_nonzero(magnitudes == 0):
+        return
+    keep = np.ones(magnitudes.size, bool)
+    keep[np.argpartition(magnitudes, count - 1)[:count]] = False
+    start = 0
+    for variable in optimizer.decayed_variables:
+        size = math.prod(variable.shape)
+        kept = keep[start : start + size].reshape(variable.shape)
+        value = ops.convert_to_numpy(variable)
+        variable.assign(np.where(kept, value, np.zeros_like(value)))
+        start += size

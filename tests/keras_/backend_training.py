@@ -1,0 +1,168 @@
+"""Trainings with `fit` on scikit-learn's digits, on the backend of this process."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from sklearn.datasets import load_digits
+
+import pdecay.keras as pk
+from pdecay import Lp
+
+BACKEND = keras.backend.backend()
+STEPS_PER_EPOCH, BATCH = 12, 64
+
+
+@pytest.fixture(scope="module")
+def digits():
+    x, y = load_digits(return_X_y=True)
+    return (x[: STEPS_PER_EPOCH * BATCH] / 16).astype("float32"), y[: STEPS_PER_EPOCH * BATCH]
+
+
+def compiled(optimizer, dtype=None):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((64,)),
+            layers.Dense(32, activation="relu", dtype=dtype),
+            layers.LayerNormalization(dtype=dtype),
+            layers.Dense(10, dtype=dtype),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, jit_compile=BACKEND == "jax")
+    return model
+
+
+def fit(model, digits, epochs, initial_epoch=0, callbacks=(), **options):
+    x, y = digits
+    return model.fit(
+        x,
+        y,
+        batch_size=BATCH,
+        epochs=epochs,
+        initial_epoch=initial_epoch,
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+        **options,
+    ).history
+
+
+def weights(model):
+    return [np.array(ops.convert_to_numpy(v)) for v in model.trainable_variables]
+
+
+def zeros(model):
+    kernels = [w for w in weights(model) if w.ndim == 2]
+    return sum(int((w == 0).sum()) for w in kernels), sum(w.size for w in kernels)
+
+
+def schedule():
+    """Return a schedule that starts and ends at 0."""
+    return keras.optimizers.schedules.CosineDecay(
+        0.0, decay_steps=54, warmup_target=1e-2, warmup_steps=6
+    )
+
+
+def test_resume_from_a_keras_file_is_exact(digits, tmp_path):
+    def optimizer():
+        made = pk.PAdam(schedule(), decay=Lp(0.8, 1e-2), clipnorm=1.0)
+        made.exclude_from_weight_decay(var_names=["unused"])
+        return made
+
+    target = {"target": 0.8, "total_steps": 60}
+    whole = compiled(optimizer())
+    losses = fit(whole, digits, 5, callbacks=[pk.SparsityTarget(**target)])["loss"]
+    part = compiled(optimizer())
+    fit(part, digits, 2, callbacks=[pk.SparsityTarget(**target)])
+    part.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is pk.PAdam
+    assert loaded.optimizer.decay == Lp(0.8, 1e-2)
+    assert float(loaded.optimizer.decay_scale) == float(part.optimizer.decay_scale) != 1.0
+    fit(loaded, digits, 5, initial_epoch=2, callbacks=[pk.SparsityTarget(**target)])
+    for ours, theirs in zip(weights(loaded), weights(whole), strict=True):
+        assert (ours == theirs).all()
+    count, size = zeros(whole)
+    assert count == round(0.8 * size)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_decay_makes_zeros_and_the_logger_counts_them(digits):
+    model = compiled(pk.PSGD(0.1, momentum=0.9, decay=Lp(0.8, 1e-2)))
+    history = fit(model, digits, 3, callbacks=[pk.SparsityLogger()])["sparsity"]
+    kernels = np.concatenate([w.ravel() for w in weights(model) if w.ndim == 2])
+    assert history[-1] == np.mean(np.abs(kernels) < 1e-13) == pk.sparsity(model)
+    assert history[0] < history[-1]
+    assert 0.1 < np.mean(kernels == 0) < 0.95
+
+
+def test_mixed_precision_reaches_the_target(digits, tmp_path):
+    model = compiled(pk.PAdam(1e-2, decay=Lp(0.8, 1e-2)), dtype="mixed_float16")
+    if not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        scaled = keras.optimizers.LossScaleOptimizer(model.optimizer)
+        model.compile(scaled, model.loss, jit_compile=BACKEND == "jax")
+    fit(model, digits, 4, callbacks=[pk.SparsityTarget(0.75, 44)])
+    count, size = zeros(model)
+    assert count == round(0.75 * size)
+    assert all(np.isfinite(w).all() for w in weights(model))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.inner_optimizer.decay == Lp(0.8, 1e-2)
+    assert zeros(loaded) == (count, size)
+
+
+def test_accumulation_and_averages_reach_the_target(digits):
+    optimizer = pk.PAdam(1e-2, decay=Lp(1, 1e-2), gradient_accumulation_steps=2, use_ema=True)
+    model = compiled(optimizer)
+    history = fit(model, digits, 4, callbacks=[pk.SparsityTarget(0.7)])
+    count, size = zeros(model)
+    assert int(ops.convert_to_numpy(optimizer.iterations)) == 24
+    assert count == round(0.7 * size)
+    assert history["sparsity"][-1] == pytest.approx(count / size)
+    assert history["sparsity"][0] < 0.7
+    assert history["loss"][-1] < history["loss"][0]
+
+
+def test_target_warns_after_the_end_of_its_ramp(digits):
+    model = compiled(pk.PSGD(0.01))
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.iterations.assign(100)
+    callback = pk.SparsityTarget(0.5, 50)
+    callback.set_model(model)
+    with pytest.warns(UserWarning, match="has made 100 steps"):
+        callback.on_train_begin()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "error", "message"),
+    [
+        (lambda: keras.optimizers.Adam(), TypeError, "needs an optimizer that decays"),
+        (lambda: pk.PAdam(decay=Lp(2, 1.0)), ValueError, "some p < 2"),
+        (lambda: pk.PAdam(decay=None), ValueError, "some p < 2"),
+        (lambda: pk.PAdam(), ValueError, "pass total_steps"),
+    ],
+)
+def test_target_rejects_unsuitable_settings(optimizer, error, message):
+    callback = pk.SparsityTarget(0.5)
+    callback.set_model(compiled(optimizer()))
+    callback.set_params({"epochs": 3, "steps": None})
+    with pytest.raises(error, match=message):
+        callback.on_train_begin()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"target": 0.0}, {"target": 1.0}, {"target": 0.5, "start": 0.8}, {"target": 0.5, "end": 2.0}],
+)
+def test_target_checks_its_arguments(arguments):
+    with pytest.raises(ValueError, match="must"):
+        pk.SparsityTarget(**arguments)
+
+
+def test_logger_rejects_optimizers_without_decay():
+    callback = pk.SparsityLogger()
+    callback.set_model(compiled(keras.optimizers.SGD()))
+    with pytest.raises(TypeError, match="SparsityLogger needs an optimizer that decays"):
+        callback.on_train_begin()
