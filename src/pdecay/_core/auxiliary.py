@@ -30,7 +30,7 @@ from pdecay._core.validation import check_count, check_number
 
 @dataclass(frozen=True)
 class Instant:
-    """Set s to ``|w|^(p-2)`` at every step: the paper's default."""
+    """The paper's default: s is set to ``|w|^(p-2)`` at every step."""
 
     def plain(self) -> list[float]:
         return []
@@ -38,7 +38,7 @@ class Instant:
 
 @dataclass(frozen=True)
 class Every:
-    """Start s at `start` and set it to ``|w|^(p-2)`` after every n-th step."""
+    """Delayed updates: s starts at `start` and is set to ``|w|^(p-2)`` after every n-th step."""
 
     n: int
     start: float = 1.0
@@ -53,7 +53,7 @@ class Every:
 
 @dataclass(frozen=True)
 class Slow:
-    """Start s at `start` and let it follow ``|w|^(p-2)`` at a rate in (0, 1]."""
+    """Slow updates: s starts at `start` and follows ``|w|^(p-2)`` at a rate in (0, 1]."""
 
     rate: float
     start: float = 1.0

@@ -13,6 +13,6 @@ def linear_ramp(step: float, begin: float, end: float) -> float:
 def cubic_ramp(step: float, begin: float, end: float) -> float:
     """Return ``1 - (1 - x)^3`` of the linear ramp x: steep at first, then flatter.
 
-    Early in the training many weights are redundant, so most zeros are asked for there.
+    Early in the training many weights are redundant, so the ramp rises fastest there.
     """
     return 1 - (1 - linear_ramp(step, begin, end)) ** 3

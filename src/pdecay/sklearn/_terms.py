@@ -101,7 +101,7 @@ class Terms:
     def cut(self, norms: Floats) -> Floats:
         """Return for each squared column norm a bound below which the prox is 0.
 
-        It is the exact threshold, up to rounding, except for sums of several odd powers.
+        It is the exact threshold, up to rounding, unless several terms have p not in {0, 1, 2}.
         """
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             t = 1 / norms
@@ -175,7 +175,7 @@ def relax(terms: Terms, share: float, norm: float) -> Terms:
     non-zero at the same correlation with the residual as before.
     """
     level = float(terms.cut(np.array([norm]))[0]) * norm - terms.l1
-    if not level > 0:  # sums of several odd powers: the largest level of a single term
+    if not level > 0:  # several terms with other p: the largest level of a single term
         single = [Terms(Lp(p, lam)).cut(np.array([norm]))[0] for p, lam in terms.pairs if p < 1]
         level = max(single) * norm
     moved: Penalty = sum((Lp(p, lam) for p, lam in terms.pairs if p >= 1), Lp(1.0, 0.0))
