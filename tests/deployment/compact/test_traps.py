@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from pdecay.deployment.compact import compact
+from pdecay.deployment.compact import CompactError, compact
 from pdecay.deployment.compact.analysis import analyse
 from pdecay.deployment.compact.fitting import first_mismatch
 from pdecay.deployment.compact.removal import Removal
@@ -470,3 +470,71 @@ def test_bias_added_in_one_round_is_cut_in_the_next():
     smaller = compacted(model, torch.randn(4, 3))
     assert [layer.out_features for layer in smaller] == [3, 3, 3, 2]
     assert smaller[1].bias.shape == (3,)
+
+
+def batch_branch(kind):
+    """Return a model whose code treats a batch of one row in another way."""
+
+    def forward(self, x):
+        h = self.first(x)
+        if kind == "activation":
+            return self.second(h.relu() if len(x) > 1 else h)
+        if kind == "sum":
+            return self.second(h.relu()) + (0 if len(x) > 1 else h.sum(1, keepdim=True))
+        return (self.second if len(x) > 1 else self.other)(h.relu())
+
+    layers = {"other": nn.Linear(6, 2)} if kind == "layer" else {}
+    model = Model(forward, first=nn.Linear(4, 6), second=nn.Linear(6, 2), **layers)
+    model.second.weight.data[:, :3] = 0
+    model.first.weight.data[4] = 0
+    model.first.bias.data[4] = -1
+    return model
+
+
+@pytest.mark.parametrize("kind", ["activation", "sum", "layer"])
+def test_branch_on_the_batch_size_is_an_error(kind):
+    with pytest.raises(
+        CompactError, match="with 1 instead of 5 rows, where the model's code takes"
+    ):
+        compact(batch_branch(kind), torch.randn(5, 4))
+
+
+def test_model_that_takes_one_batch_size_only():
+    model = Model(lambda self, x: self.first(x).view(5, 6).relu(), first=nn.Linear(4, 6))
+    assert compact(model, torch.randn(5, 4)).compact_report.units == 0
+
+
+def test_report_names_modules_that_did_not_run():
+    model = Model(
+        lambda self, x, extra=False: (self.other if extra else self.second)(self.first(x)),
+        first=nn.Linear(4, 6),
+        second=nn.Linear(6, 2),
+        other=nn.Linear(6, 2),
+    )
+    model.second.weight.data[:, :3] = 0
+    report = compact(model, torch.randn(5, 4)).compact_report
+    assert report.unused == ("other",)
+    assert "modules that did not run on the example, which may not fit any more:\n  other" in str(
+        report
+    )
+    assert report.to_dict()["unused"] == ["other"]
+    whole = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    assert compact(whole, torch.randn(2, 3)).compact_report.unused == ()
+
+
+def test_failing_rule_is_reported_as_a_bug(monkeypatch):
+    def fail(self, call, units):
+        raise TypeError("a mistake in the rule")
+
+    monkeypatch.setattr("pdecay.deployment.compact.rules.products.MatrixProduct.label", fail)
+    with pytest.raises(CompactError, match=r"the rule for .*addmm.* failed \(TypeError: a mistake"):
+        compact(nn.Sequential(nn.Linear(3, 2)), torch.randn(2, 3))
+
+
+def test_dtype_that_a_rule_does_not_support_keeps_units(monkeypatch):
+    def fail(self, call, units):
+        raise NotImplementedError("not implemented for 'ComplexFloat'")
+
+    monkeypatch.setattr("pdecay.deployment.compact.rules.products.MatrixProduct.label", fail)
+    report = compact(nn.Sequential(nn.Linear(3, 2)), torch.randn(2, 3)).compact_report
+    assert report.unknown == ("0 (addmm)",)

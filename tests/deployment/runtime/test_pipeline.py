@@ -525,3 +525,49 @@ def test_real_timing():
     assert first.sparse_time > 0
     assert deployed.report.dense_time > 0
     assert deployed.report.deployed_time <= deployed.report.dense_time
+
+
+class BatchBranch(nn.Module):
+    """A model whose code treats a batch of one row in another way."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.first = nn.Linear(256, 256)
+        self.norm = nn.BatchNorm1d(256)
+        self.second = nn.Linear(256, 16)
+        self.other = nn.Linear(256, 16)
+        mostly_zero(self.first, 0.95)
+        with torch.no_grad():
+            self.norm.running_mean.normal_()
+            self.norm.running_var.uniform_(0.5, 2)
+            if kind != "norm":
+                self.second.weight[:, :128] = 0
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.kind == "norm":
+            return self.second((self.norm(h) if len(x) > 1 else h).relu())
+        if self.kind == "activation":
+            return self.second(h.relu() if len(x) > 1 else h)
+        return (self.second if len(x) > 1 else self.other)(h.relu())
+
+
+@pytest.mark.parametrize("kind", ["norm", "activation", "layer"])
+def test_branch_on_the_batch_size_keeps_both_branches(kind):
+    model = BatchBranch(kind).eval()
+    x = torch.randn(16, 256)
+    deployed = deploy(model, x)
+    with torch.inference_mode():
+        for given in (x, x[:1], torch.cat([x, x])):
+            torch.testing.assert_close(deployed(given), model(given), rtol=1e-4, atol=1e-4)
+    notes = " ".join(deployed.report.notes)
+    if kind != "activation":  # there, no unit is removed and no ReLU is fused
+        assert "for another batch size" in notes or "the model's code takes another" in notes
+
+
+def test_checks_of_other_batch_sizes_keep_no_plans():
+    model = mostly_zero(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), 0.98)
+    deployed = deploy(model, torch.randn(1, 512))
+    layers = [layer for layer in deployed.modules() if isinstance(layer, SparseLinear)]
+    assert all(len(layer._calls) == 1 for layer in layers)

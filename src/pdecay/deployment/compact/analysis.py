@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from pdecay._utils.errors import with_location
 from pdecay.deployment.compact.rules import OPAQUE, Consumer, rule_for
 from pdecay.deployment.compact.trace import Trace
 from pdecay.deployment.compact.units import Units, fixed
+from pdecay.deployment.model.errors import CompactError
 
 
 @dataclass(eq=False)
@@ -41,6 +43,9 @@ def analyse(trace: Trace, keep: dict[str, str]) -> Analysis:
     Args:
         trace: the trace. Its values are changed.
         keep: names of parameters and buffers that must keep their sizes, with the reason.
+
+    Raises:
+        CompactError: if a rule fails, which is a bug of the rule.
     """
     units = Units()
     _initialize(trace, units, keep)
@@ -51,8 +56,12 @@ def analyse(trace: Trace, keep: dict[str, str]) -> Analysis:
             if rules[i] is not OPAQUE:
                 rules[i].mark_varying(call)
                 rules[i].label(call, units)
-        except Exception:  # the rule does not support this dtype or these arguments
+        except RuntimeError:  # torch does not support the rule's operations for this dtype
             rules[i] = OPAQUE
+        except Exception as error:
+            raise CompactError(
+                f"the rule for {call} failed ({with_location(error)}): please report this model"
+            ) from error
         if rules[i] is OPAQUE:
             if any(units.of_all(labels) for value in call.ins for labels in value.labels):
                 unknown.append(str(call))

@@ -62,7 +62,10 @@ def compact(
         model: the trained model. Only weights that are exactly zero count; :func:`pdecay.prune_`
             sets small weights to zero.
         example_inputs: a tensor, a tuple of arguments, or a dict of keyword arguments. The model
-            runs on it in eval mode. Layers that do not run on this example are not changed.
+            runs on it in eval mode. The result is the same function along the code that runs on
+            this example; it is also checked with one row and with twice the rows. Layers that do
+            not run on the example are not changed, so that they may not fit the smaller layers
+            before them; the report names them.
         optimizer: the optimizer of this model, whose state is carried over.
         fold: whether constants may be folded into biases. If False, constant units are kept.
 
@@ -73,7 +76,8 @@ def compact(
 
     Raises:
         CompactError: if the model does not run on the example, or if the outputs of the smaller
-            model differ by more than 1e-5 of the largest element. Nothing is changed then.
+            model differ by more than 1e-5 of the largest element, for the example or for another
+            batch size. Nothing is changed then.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -154,7 +158,7 @@ class _Compaction:
             ) from error
 
     def _expected_outputs(self, current: nn.Module) -> list[tuple[Inputs, list[Tensor]]]:
-        """Return the example and random inputs like it, each with the model's outputs."""
+        """Return the example and other inputs like it, each with the model's outputs."""
         try:
             expected = outputs(current, self.inputs)
         except Exception as error:
@@ -169,11 +173,12 @@ class _Compaction:
                 "they cannot be compared: turn off its randomness"
             )
         checks = [(self.inputs, expected)]
-        for seed in range(_RANDOM_CHECKS):
-            random = self.inputs.randomized(torch.Generator().manual_seed(seed))
-            # The model may reject random inputs, for example token ids in another order.
+        generators = [torch.Generator().manual_seed(seed) for seed in range(_RANDOM_CHECKS)]
+        random = [self.inputs.randomized(generator) for generator in generators]
+        for inputs in (*random, *self.inputs.other_batches()):
+            # The model may reject them, for example token ids in another order.
             with contextlib.suppress(Exception):
-                checks.append((random, outputs(current, random)))
+                checks.append((inputs, outputs(current, inputs)))
         return checks
 
     def _analyse(self, current: nn.Module) -> Analysis:
@@ -200,14 +205,32 @@ class _Compaction:
         """Return the largest difference of the outputs; raise if it is too large."""
         error = 0.0
         for inputs, expected in checks:
-            got = outputs(current, inputs)
+            try:
+                got = outputs(current, inputs)
+            except Exception as failed:
+                raise CompactError(
+                    f"the smaller model does not run{self._other_batch(inputs)}: {failed}"
+                ) from failed
             error = max(error, difference(expected, got))
             if not agree(expected, got) and not agree_in_float64(self._copy(), current, inputs):
+                remedy = (
+                    self._other_batch(inputs) or ": try fold=False, and please report this model"
+                )
                 raise CompactError(
                     f"the smaller model's outputs differ by {error:.1e} of the largest element, "
-                    f"more than {TOLERANCE:g}: try fold=False, and please report this model"
+                    f"more than {TOLERANCE:g}{remedy}"
                 )
         return error
+
+    def _other_batch(self, inputs: Inputs) -> str:
+        """Return a description of a batch size that differs from the example's."""
+        if not inputs.has_batch or len(inputs.tensors[0]) == len(self.inputs.tensors[0]):
+            return ""
+        other, example = len(inputs.tensors[0]), len(self.inputs.tensors[0])
+        return (
+            f" with {other} instead of {example} rows, where the model's code takes another branch "
+            "(compact follows the branches of example_inputs: move the branch out of the model)"
+        )
 
     def _report(
         self, current: nn.Module, analysis: Analysis, removal: Removal, error: float
@@ -220,6 +243,7 @@ class _Compaction:
             tensors=tuple(SmallerTensor(name, before[name], after[name]) for name in self.kept),
             kept=tuple(kept_units(analysis, removal, self.kept)),
             unknown=tuple(dict.fromkeys((*map(_is_recurrent, recurrent), *analysis.unknown))),
+            unused=tuple(_unused_modules(current, analysis.trace)),
             parameters=(_count(self.model), _count(current)),
             difference=error,
         )
@@ -259,6 +283,16 @@ def _fixed_tensors(model: nn.Module) -> dict[str, str]:
         if len(owners) > 1 and any(isinstance(owner, nn.Embedding) for _, owner in owners):
             keep[owners[0][0]] = "the embedding is tied to another layer"
     return keep
+
+
+def _unused_modules(model: nn.Module, trace: Trace) -> Iterator[str]:
+    """Yield the names of modules with parameters of which the recorded run read none."""
+    used = {value.name for call in trace.calls for value in call.ins}
+    first_names = {id(param): name for name, param in model.named_parameters()}
+    for name, module in model.named_modules():
+        own = [first_names[id(param)] for param in module.parameters(recurse=False)]
+        if own and used.isdisjoint(own):
+            yield name
 
 
 def _recurrent_modules(model: nn.Module) -> Iterator[str]:

@@ -17,6 +17,7 @@ from pdecay.deployment.compact.shrink import KeptPositions
 from pdecay.deployment.compact.trace import Call
 from pdecay.deployment.compact.units import FIXED
 
+_LISTS = ("tensors", "kept", "unknown", "parameters", "unused")
 _SHARED = (
     "they share positions with live units (in a sum, a head, a group, a depthwise convolution)"
 )
@@ -59,6 +60,8 @@ class CompactReport:
             touch are kept.
         parameters: the number of parameters before and after.
         difference: the largest difference of the outputs, relative to the largest element.
+        unused: the modules with parameters that did not run on the example. They are not changed,
+            and may not fit if the model calls them on other inputs.
     """
 
     removed: dict[str, int]
@@ -67,6 +70,7 @@ class CompactReport:
     unknown: tuple[str, ...]
     parameters: tuple[int, int]
     difference: float
+    unused: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module) -> CompactReport:
@@ -87,7 +91,7 @@ class CompactReport:
         for one in (*plain["tensors"], *plain["kept"]):
             for key, value in one.items():
                 one[key] = list(value) if isinstance(value, tuple) else value
-        listed = {key: list(plain[key]) for key in ("tensors", "kept", "unknown", "parameters")}
+        listed = {key: list(plain[key]) for key in _LISTS}
         return {**plain, **listed}
 
     def __str__(self) -> str:
@@ -108,6 +112,9 @@ class CompactReport:
         if self.unknown:
             lines += ["", "operations without a rule, whose units were kept:"]
             lines += [f"  {one}" for one in self.unknown]
+        if self.unused:
+            lines += ["", "modules that did not run on the example, which may not fit any more:"]
+            lines += [f"  {one}" for one in self.unused]
         return "\n".join(lines)
 
 

@@ -69,6 +69,17 @@ class Inputs:
         """Return these inputs with every tensor repeated along its first axis."""
         return self._map(lambda tensor: torch.cat([tensor, tensor]))
 
+    def other_batches(self) -> list[Inputs]:
+        """Return these inputs with twice the rows and, if there are several, with one row.
+
+        A model's code may branch on the batch size, which one run cannot show. The list is empty
+        if the tensors have no common first axis.
+        """
+        if not self.has_batch:
+            return []
+        single = [self._map(lambda tensor: tensor[:1])] if len(self.tensors[0]) > 1 else []
+        return [self.repeated(), *single]
+
     def randomized(self, generator: torch.Generator) -> Inputs:
         """Return other inputs of the same kind.
 
