@@ -14,4 +14,6 @@ def check_target(path: str | os.PathLike[str], suffixes: Iterable[str]) -> Path:
         raise ValueError(f"the name must end with {' or '.join(suffixes)}, got {str(target)!r}")
     if target.is_dir():
         raise ValueError(f"{str(target)!r} is a folder: give the name of a file")
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{str(target)!r} is a pipe or a device: give the name of a file")
     return target
