@@ -27,7 +27,7 @@ from pdecay._core.validation import check_count, check_number
 from pdecay.keras._optimizers import HOLD, PNormDecay, decaying, zero_keeping
 
 _STAGES = 200  # updates of the scale along the ramp: ranking all weights each step would be slow
-_LAG = 0.1  # of the ramp: the time that a weight has to shrink before it is set to zero
+_LAG = 0.1  # share of the ramp that a weight has to shrink before it is set to zero
 # The speed of the decay at tau, in units of the optimizer's typical update. From p = 1 on, larger
 # weights are pulled at least as hard as those at tau, and a full update would remove them too.
 _SHARE_OF_UPDATE = {"below 1": 1.0, "from 1 on": 0.3}

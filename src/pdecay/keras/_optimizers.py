@@ -12,7 +12,7 @@ lets the optimizer update, then multiplies. :func:`decay_factor` is
 All state is in variables of the optimizer, which Keras saves and restores with it:
 
     decay_scale   the factor of every lam; a float would be a constant in the compiled step
-    decay_mask    for each trainable variable, 1 if it decays and 0 if it is spared
+    decay_mask    for each trainable variable, 1 if it decays, else 0
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BACKEND = keras.backend.backend()
 # The biases of attention and of some recurrent layers have two dimensions, and so have the
 # parameters of a normalisation over several axes. The zero test would not recognise them in a
 # network that was trained before.
-_SPARED_NAMES = frozenset({"bias", "beta", "gamma", "scale"})
+_EXCLUDED_NAMES = frozenset({"bias", "beta", "gamma", "scale"})
 _WRAPPERS = ("LossScaleOptimizer", "MultiOptimizer")
 _DEFAULT = Lp(1, 1e-2)
 
@@ -80,7 +80,7 @@ def decay_factor(
     learning_rate, scale = ops.cast(learning_rate, dtype), ops.cast(scale, dtype)
     # Arrays, because Keras on torch rounds plain floats to single precision.
     powers = [lam * ops.power(x, np.asarray(p - 2, dtype)) for p, lam in terms]
-    # Finite, because infinity times a rate that underflows to 0 is not a number.
+    # Finite, because infinity times a rate that underflows to 0 is NaN.
     total = ops.minimum(sum(powers), np.asarray(info.max, dtype))
     factor = ops.where(learning_rate > 0, 1 / (1 + learning_rate * scale * total), one)
     if penalty.absorbs:
@@ -171,7 +171,7 @@ class PNormDecay(keras.optimizers.Optimizer):
         name = getattr(variable, "path", variable.name).split("/")[-1].split(":")[0]
         return bool(
             len(variable.shape) >= 2
-            and name not in _SPARED_NAMES
+            and name not in _EXCLUDED_NAMES
             and self._use_weight_decay(variable)
             and np.any(ops.convert_to_numpy(variable) != 0)
         )
