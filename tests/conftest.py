@@ -105,7 +105,30 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the number of optimizers that the contract suite ran over, with xdist too."""
+    """Print the counts of the contract suite and of torch's checks, also from xdist workers."""
+    _summarize_contract(terminalreporter)
+    _summarize_upstream(terminalreporter)
+
+
+def _summarize_upstream(terminalreporter: pytest.TerminalReporter) -> None:
+    counts = {
+        outcome: sum(
+            any(key == "upstream" for key, _ in getattr(report, "user_properties", []))
+            for report in terminalreporter.stats.get(outcome, [])
+        )
+        for outcome in ("passed", "xfailed", "failed")
+    }
+    if not any(counts.values()):
+        return
+    terminalreporter.section("checks of PyTorch's optimizer suite")
+    terminalreporter.line(
+        f"{sum(counts.values())} checks: {counts['passed']} passed, {counts['xfailed']} listed "
+        f"differences, {counts['failed']} failed"
+    )
+
+
+def _summarize_contract(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the number of optimizers that the contract suite ran over."""
     ran: set[tuple[str, str]] = set()
     failed: set[tuple[str, str]] = set()
     for outcome, kept in (("passed", ran), ("failed", failed)):
