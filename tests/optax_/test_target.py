@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 
+import pdecay
 from pdecay import Lp
 from pdecay._core.ramp import cubic_ramp
-from pdecay.optax import padam, sparsity_target
+from pdecay.optax import padam, sparsity_target, with_sparsity_target
 
 from .training import SCHEDULE, first_params, gradient, train
 
@@ -111,3 +113,44 @@ def test_needs_params():
 def test_decay_does_not_have_to_reach_the_target():
     tx = optax.chain(padam(SCHEDULE, decay=Lp(0.8, 1e-6)), sparsity_target(0.3, 200))
     assert count(train(tx)) == 180
+
+
+def test_adaptive_ranking_removes_what_torch_removes():
+    steps = 60
+    start = {name: np.asarray(w) for name, w in first_params().items()}
+    params = {name: torch.nn.Parameter(torch.tensor(w)) for name, w in start.items()}
+    optimizer = pdecay.PAdam(params.values(), lr=0.01, decay=Lp(0.8, 1e-2))
+    pdecay.SparsityTarget(optimizer, 0.8, steps, rank="adaptive")
+    tx = with_sparsity_target(optax.adam(0.01), 0.8, steps)
+    scale = {"bias": np.float32(1), "kernel": np.float32(10) ** np.linspace(-2, 2, 20, dtype="f4")}
+
+    def gradients(params, t):
+        return {name: g * scale[name] for name, g in gradient(params, t).items()}
+
+    ours = first_params()
+    state = tx.init(ours)
+    update = jax.jit(tx.update)
+    for t in range(steps):
+        for name, g in gradients(
+            {k: jnp.asarray(w.detach().numpy()) for k, w in params.items()}, t
+        ).items():
+            params[name].grad = torch.tensor(np.asarray(g))
+        optimizer.step()
+        updates, state = update(gradients(ours, t), state, ours)
+        ours = optax.apply_updates(ours, updates)
+    theirs = params["kernel"].detach().numpy()
+    assert count(ours) == (theirs == 0).sum() == 480
+    assert ((np.asarray(ours["kernel"]) == 0) == (theirs == 0)).mean() > 0.99
+    # weights with small gradients go first, whatever their magnitude
+    zeros = np.asarray(ours["kernel"] == 0).mean(axis=0)
+    assert zeros[:5].mean() > zeros[-5:].mean() + 0.3
+
+
+def test_adaptive_ranking_ignores_infinite_gradients():
+    params = first_params()
+    tx = with_sparsity_target(optax.sgd(0.0), 0.5, 10)
+    state = tx.init(params)
+    _, state = tx.update(jax.tree.map(lambda w: w + jnp.inf, params), state, params)
+    assert not state[1].inner_state.squares["kernel"].any()
+    _, state = tx.update(params, state, params)
+    assert jnp.isfinite(state[1].inner_state.squares["kernel"]).all()

@@ -16,13 +16,13 @@
 
 :func:`padam` and :func:`psgd` are complete optimizers. :func:`with_p_norm_decay` adds the decay to
 any other gradient transformation, in the right order. :func:`p_norm_decay` is the decay alone; it
-must be the last member of a chain. :func:`sparsity_target` prunes along a ramp to an exact share of
-zeros. This package does not import torch.
+must be the last member of a chain. :func:`sparsity_target` and :func:`with_sparsity_target` prune
+along a ramp to an exact share of zeros. This package does not import torch.
 """
 
 from pdecay.optax._decay import PNormDecayState, p_norm_decay
 from pdecay.optax._optimizers import padam, psgd, with_p_norm_decay
-from pdecay.optax._target import SparsityTargetState, sparsity_target
+from pdecay.optax._target import SparsityTargetState, sparsity_target, with_sparsity_target
 
 __all__ = [
     "PNormDecayState",
@@ -32,4 +32,5 @@ __all__ = [
     "psgd",
     "sparsity_target",
     "with_p_norm_decay",
+    "with_sparsity_target",
 ]

@@ -131,7 +131,8 @@ def masked_to_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Restrict a transformation to a mask, by default to tensors with two or more dimensions."""
     default = lambda params: jax.tree.map(lambda w: jnp.ndim(w) >= 2, params)  # noqa: E731
-    return optax.masked(tx, default if mask is None else mask)
+    mask = default if mask is None else mask
+    return optax.masked(tx, mask, mask_compatible_extra_args=True)
 
 
 def check_pairs(decay: Any) -> list[tuple[Setting, Setting]]:

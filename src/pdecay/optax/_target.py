@@ -1,10 +1,12 @@
-"""Pruning by magnitude to an exact share of zeros, along a ramp.
+"""Pruning to an exact share of zeros, along a ramp.
 
 The decay makes weights small in the order of their importance, but a fixed lam leaves the final
 share of zeros open. :func:`sparsity_target` closes the gap: along a cubic ramp it sets the smallest
-weights of all tensors together to zero and keeps them there.
+weights of all tensors together to zero and keeps them there. It sees only the final update, so it
+ranks by magnitude. :func:`with_sparsity_target` goes around an optimizer, sees the gradients too,
+and ranks by the length of a weight in Adam's metric.
 
-The threshold is the k-th smallest magnitude. Non-negative floating-point numbers are ordered as
+The threshold is the k-th smallest score. Non-negative floating-point numbers are ordered as
 their bit patterns, so it is found bit by bit, by counting how many weights are below a candidate.
 That needs sums only: no sorted copy of the weights, and sharded arrays stay where they are.
 """
@@ -23,13 +25,16 @@ from pdecay.optax._decay import Mask, Tree, check_params, has_nonzero, masked_to
 
 _STAGES = 200  # prunings along the ramp: ranking all weights at each step would be slow
 _MOST = 2**31 - 1  # counts are 32-bit integers
+_BETA = 0.999  # of the running mean of squared gradients, as in pdecay.SparsityTarget
+_SMALLEST_SQUARE = 1e-36
 
 
 class SparsityTargetState(NamedTuple):
-    """The state of :func:`sparsity_target`."""
+    """The state of :func:`sparsity_target` and a part of that of :func:`with_sparsity_target`."""
 
     count: jax.Array  # type: ignore[assignment]  # the number of steps
     takes_part: Tree  # for each weight tensor, False if it was all zero at first
+    squares: Tree  # for each weight tensor, the running mean of squared gradients; () if not needed
 
 
 def sparsity_target(
@@ -49,8 +54,8 @@ def sparsity_target(
 
         optax.chain(padam(1e-3, decay=Lp(0.8, 1e-2)), sparsity_target(0.9, total_steps=1000))
 
-    Unlike :class:`pdecay.SparsityTarget` it does not set lam. To train the remaining weights
-    without decay after the ramp, schedule lam: ``[(0.8, lambda t: jnp.where(t < 700, 1e-2, 0))]``.
+    It does not change lam. To train the remaining weights without decay after the ramp, schedule
+    lam: ``[(0.8, lambda t: jnp.where(t < 700, 1e-2, 0))]``.
 
     Args:
         target: the final share of zeros, above 0 and below 1.
@@ -59,6 +64,51 @@ def sparsity_target(
         mask: the tensors that take part, as in :func:`p_norm_decay`. Tensors that are all zero
             when the state is initialised are neither pruned nor counted.
     """
+    tx = _pruning(target, total_steps, start, end, is_adaptive=False)
+    return masked_to_weights(tx, mask)
+
+
+def with_sparsity_target(
+    tx: optax.GradientTransformation,
+    target: float,
+    total_steps: int,
+    *,
+    start: float = 0.1,
+    end: float = 0.7,
+    mask: Mask | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer that ends at a share of zeros, ranked as :class:`pdecay.SparsityTarget`.
+
+    As :func:`sparsity_target` after `tx`, but weights are ranked by ``|w| * v^(1/4)``, their length
+    in Adam's metric. v is the running mean of the squared gradients that `tx` gets; it costs one
+    more array for each weight. Small weights that matter to the loss are then kept longer.
+
+    Args:
+        tx: an optimizer, with or without decay.
+        target, total_steps, start, end, mask: as in :func:`sparsity_target`.
+
+    Example:
+        >>> tx = with_sparsity_target(optax.adam(1e-3), 0.9, total_steps=1000)
+    """
+    inner = optax.with_extra_args_support(tx)
+    pruning = masked_to_weights(_pruning(target, total_steps, start, end, is_adaptive=True), mask)
+
+    def init(params: Tree) -> tuple[Any, Any]:
+        return inner.init(params), pruning.init(params)
+
+    def update(
+        updates: Tree, state: tuple[Any, Any], params: Tree | None = None, **extra: Any
+    ) -> tuple[Tree, tuple[Any, Any]]:
+        new, inner_state = inner.update(updates, state[0], params, **extra)
+        new, own_state = pruning.update(new, state[1], params, gradients=updates)
+        return new, (inner_state, own_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _pruning(
+    target: float, total_steps: int, start: float, end: float, is_adaptive: bool
+) -> optax.GradientTransformationExtraArgs:
     if not 0 < check_number("target", target) < 1:
         raise ValueError(f"target must be above 0 and below 1, got {target!r}")
     check_count("total_steps", total_steps)
@@ -77,57 +127,78 @@ def sparsity_target(
                 f"sparsity_target ranks at most {_MOST} weights together, got {size}; use one for "
                 "each part of the parameters, with optax.masked"
             )
-        return SparsityTargetState(jnp.zeros((), jnp.int32), jax.tree.map(has_nonzero, params))
+        squares: Tree = ()
+        if is_adaptive:
+            squares = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), params)
+        takes_part = jax.tree.map(has_nonzero, params)
+        return SparsityTargetState(jnp.zeros((), jnp.int32), takes_part, squares)
 
     def update(
-        updates: Tree, state: SparsityTargetState, params: Tree | None = None
+        updates: Tree,
+        state: SparsityTargetState,
+        params: Tree | None = None,
+        *,
+        gradients: Tree = None,
+        **_: Any,
     ) -> tuple[Tree, SparsityTargetState]:
         check_params(params, "sparsity_target")
         step = optax.safe_increment(state.count)
-        stage = jnp.searchsorted(jnp.array(steps), step)
-        is_stage = (step == jnp.array(steps)[jnp.minimum(stage, len(steps) - 1)]) & (step >= first)
+        stage = jnp.minimum(jnp.searchsorted(jnp.array(steps), step), len(steps) - 1)
         weights, structure = jax.tree.flatten(params)
         takes_part = jax.tree.leaves(state.takes_part)
         moves = [
             u.astype(jnp.promote_types(u.dtype, w.dtype))
             for u, w in zip(jax.tree.leaves(updates), weights, strict=True)
         ]
+        squares = jax.tree.map(_mean_square, state.squares, gradients) if is_adaptive else ()
 
         def prune() -> list[jax.Array]:
             size = sum(w.size for w in weights)
             counts = jnp.array([round(share * size) for share in shares], jnp.int32)
-            excluded = sum(w.size * ~part for w, part in zip(weights, takes_part, strict=True))
-            count = counts[stage] - jnp.round(jnp.array(shares)[stage] * excluded).astype(jnp.int32)
-            return _smallest(
-                [w + u for w, u in zip(weights, moves, strict=True)], takes_part, count
-            )
+            spared = sum(w.size * ~part for w, part in zip(weights, takes_part, strict=True))
+            asked = counts[stage] - jnp.round(jnp.array(shares)[stage] * spared).astype(jnp.int32)
+            scores = [jnp.abs(w + u) for w, u in zip(weights, moves, strict=True)]
+            if is_adaptive:
+                v = jax.tree.leaves(squares)
+                scores = [_length(x, square) for x, square in zip(scores, v, strict=True)]
+            return _smallest(scores, takes_part, asked)
 
         def keep() -> list[jax.Array]:
             return [jnp.zeros(w.shape, bool) for w in weights]
 
-        pruned = jax.lax.cond(is_stage, prune, keep)
+        pruned = jax.lax.cond(step == jnp.array(steps)[stage], prune, keep)
         began = state.count >= first
         new = [
             jnp.where(zero | (began & part & (w == 0)), -w.astype(u.dtype), u)
             for zero, part, w, u in zip(pruned, takes_part, weights, moves, strict=True)
         ]
-        return jax.tree.unflatten(structure, new), SparsityTargetState(step, state.takes_part)
+        state = SparsityTargetState(step, state.takes_part, squares)
+        return jax.tree.unflatten(structure, new), state
 
-    return masked_to_weights(optax.GradientTransformation(init, update), mask)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _mean_square(mean: jax.Array, gradient: jax.Array) -> jax.Array:
+    square = jnp.square(jnp.abs(gradient).astype(jnp.float32))
+    # one infinite gradient would make the mean infinite for good
+    return jnp.where(jnp.isfinite(square).all(), _BETA * mean + (1 - _BETA) * square, mean)
+
+
+def _length(magnitude: jax.Array, square: jax.Array) -> jax.Array:
+    """Return ``|w| * v^(1/4)``; weights without any gradient rank first, by magnitude."""
+    return magnitude.astype(jnp.float32) * jnp.maximum(square, _SMALLEST_SQUARE) ** 0.25
 
 
 def _smallest(
-    weights: list[jax.Array], takes_part: list[jax.Array], count: jax.Array
+    scores: list[jax.Array], takes_part: list[jax.Array], count: jax.Array
 ) -> list[jax.Array]:
-    """Return masks of the weights with the smallest magnitudes, `count` in total.
+    """Return masks of the weights with the smallest scores, `count` in total.
 
-    Of equal magnitudes at the threshold, the first in memory are taken.
+    Of equal scores at the threshold, the first in memory are taken.
     """
     patterns = [
-        jnp.where(
-            part, jax.lax.bitcast_convert_type(jnp.abs(w).astype(jnp.float32), jnp.int32), _MOST
-        )
-        for w, part in zip(weights, takes_part, strict=True)
+        jnp.where(part, jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32), _MOST)
+        for x, part in zip(scores, takes_part, strict=True)
     ]
 
     def below(threshold: Any) -> Any:
