@@ -27,6 +27,9 @@ OPTIONS = {
     "mp": {"threshold": 0.05},
     "dwf": {"depth": 4, "lam": 1e-2, "lr": 0.05},
     "l1": {"lam": 0.3},
+    **{name: {"lam": 0.3} for name in ("pschedule", "prox", "freeze")},
+    "every": {"lam": 3.0, "n": 2},
+    "slow": {"lam": 10.0, "rate": 0.9},
 }
 
 
