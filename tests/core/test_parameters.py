@@ -52,9 +52,9 @@ class Tied(nn.Module):
 class TestByDimension:
     def test_matrices_decay_and_vectors_do_not(self):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(8, 8), nn.PReLU(8), nn.Embedding(5, 8))
-        decayed, spared = split(model)
+        decayed, others = split(model)
         assert decayed == ["0.weight", "1.weight", "3.weight"]
-        assert spared == ["0.bias", "1.bias", "2.weight"]
+        assert others == ["0.bias", "1.bias", "2.weight"]
 
     def test_scalars_do_not_decay(self):
         class Scale(nn.Module):
@@ -66,18 +66,18 @@ class TestByDimension:
         assert split(Scale()) == [["weight"], ["scale"]]
 
     def test_attention_and_recurrent_layers(self):
-        decayed, spared = split(nn.ModuleList([nn.LSTM(3, 4), nn.MultiheadAttention(4, 2)]))
+        decayed, others = split(nn.ModuleList([nn.LSTM(3, 4), nn.MultiheadAttention(4, 2)]))
         assert all("weight" in name for name in decayed)
-        assert all("bias" in name for name in spared)
-        assert len(decayed) == len(spared) == 4
+        assert all("bias" in name for name in others)
+        assert len(decayed) == len(others) == 4
 
     def test_each_parameter_is_listed_once_and_in_order(self):
         model = nn.TransformerEncoderLayer(8, 2, 16)
-        decayed, spared = split(model)
+        decayed, others = split(model)
         names = [name for name, _ in model.named_parameters()]
-        assert sorted(decayed + spared) == sorted(names)
+        assert sorted(decayed + others) == sorted(names)
         assert decayed == [name for name in names if name in decayed]
-        assert spared == [name for name in names if name in spared]
+        assert others == [name for name in names if name in others]
 
 
 class TestByKind:
@@ -184,9 +184,9 @@ class TestByName:
     def test_include_wins(self):
         model = small()
         assert split(model, exclude="*", include="0.weight")[0] == ["0.weight"]
-        decayed, spared = split(model, include=["1.weight", "[02].bias"], exclude="2.*")
+        decayed, others = split(model, include=["1.weight", "[02].bias"], exclude="2.*")
         assert decayed == ["0.weight", "0.bias", "1.weight", "2.bias"]
-        assert spared == ["1.bias", "2.weight"]
+        assert others == ["1.bias", "2.weight"]
 
     @pytest.mark.parametrize(
         "make",
@@ -303,9 +303,9 @@ class TestLazyModules:
 
     def test_lazy_norms_are_excluded(self):
         model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d())
-        decayed, spared = param_groups(model)
+        decayed, others = param_groups(model)
         assert decayed["params"] == [model[0].weight]
-        assert spared["params"] == [model[0].bias, model[1].weight, model[1].bias]
+        assert others["params"] == [model[0].bias, model[1].weight, model[1].bias]
 
     def test_lazy_weights_decay_after_materialisation(self):
         model = nn.Sequential(nn.LazyLinear(8))
@@ -321,9 +321,9 @@ class TestLazyModules:
 
 class TestDecay:
     def test_none_uses_the_optimizers_decay(self):
-        decayed, spared = param_groups(small())
+        decayed, others = param_groups(small())
         assert "decay" not in decayed
-        assert spared["decay"] is None
+        assert others["decay"] is None
         optimizer = PAdam(param_groups(small()), decay=Lp(0.7, 0.3), foreach=False)
         assert [group["decay"] for group in optimizer.param_groups] == [[[0.7, 0.3]], []]
 

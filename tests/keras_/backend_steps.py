@@ -99,7 +99,7 @@ def test_zeros_stay_and_remain_finite():
     assert ((array(w) == 0) == (start == 0)).all()
 
 
-def test_biases_norms_and_zero_initialised_kernels_are_spared():
+def test_biases_norms_and_zero_initialised_kernels_do_not_decay():
     names = ["kernel", "bias", "gamma", "lora_kernel_b", "vector"]
     shapes = [(3, 3), (3, 3), (3, 3), (3, 3), (3,)]
     model = [variable(ones(*shape), name) for shape, name in zip(shapes, names, strict=True)]

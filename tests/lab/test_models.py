@@ -28,9 +28,9 @@ def test_resnet18_has_size_of_paper():
 def test_nano_gpt_has_size_of_paper(nano):
     """10.65 M parameters besides the position embedding; all but those of 13 norms decay."""
     assert count(nano) - nano.position.weight.numel() == 10_646_784
-    decayed, spared = pdecay.param_groups(nano, exclude="position.weight")
+    decayed, others = pdecay.param_groups(nano, exclude="position.weight")
     assert sum(param.numel() for param in decayed["params"]) == 10_641_792
-    assert sum(param.numel() for param in spared["params"]) == 13 * 384 + 256 * 384
+    assert sum(param.numel() for param in others["params"]) == 13 * 384 + 256 * 384
 
 
 def test_narrow_resnet_is_small():

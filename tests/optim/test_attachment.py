@@ -162,13 +162,13 @@ class TestClosure:
 
 def test_copies_only_decayed_weights(exact):
     """Count copies inside the step, while they exist, by their unique shapes."""
-    shapes = {"decayed": (7, 11), "spared": (11, 13), "one dimension": (117,), "off": (13, 17)}
+    shapes = {"decayed": (7, 11), "not decayed": (11, 13), "one dimension": (117,), "off": (13, 17)}
     params = {name: weight(*shape) for name, shape in shapes.items()}
     with_gradient(*params.values())
     optimizer = SGD(
         [
             {"params": [params["decayed"], params["one dimension"]]},
-            {"params": [params["spared"]], "decay": None},
+            {"params": [params["not decayed"]], "decay": None},
             {"params": [params["off"]], "decay": DECAY, "decay_scale": 0.0},
         ],
         lr=LR,

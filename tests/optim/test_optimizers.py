@@ -370,8 +370,8 @@ class TestGroups:
         )
         steps(ours, 1)
         steps(plain, 1)
-        spared = [same(a, b) for a, b in zip(weights_of(ours), weights_of(plain), strict=True)]
-        assert spared == [False, True, False, False, True]
+        unchanged = [same(a, b) for a, b in zip(weights_of(ours), weights_of(plain), strict=True)]
+        assert unchanged == [False, True, False, False, True]
 
     @BOTH
     @PATHS
@@ -447,9 +447,9 @@ class TestGroups:
     def test_from_param_groups(self, cls, same):
         model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
         optimizer = cls(pdecay.param_groups(model), lr=0.05, decay=DECAY)
-        decayed, spared = optimizer.param_groups
+        decayed, others = optimizer.param_groups
         assert [p.shape for p in decayed["params"]] == [(3, 4), (2, 3)]
-        assert (decayed["decay"], spared["decay"]) == (DECAY.pairs(), [])
+        assert (decayed["decay"], others["decay"]) == (DECAY.pairs(), [])
 
     @BOTH
     def test_settings_are_plain_numbers(self, cls):
