@@ -458,3 +458,36 @@ class TestFunctional:
         w, g = torch.randn(5, 4, 3), torch.randn(5, 4, 3)
         expected = torch.stack([step(a, b) for a, b in zip(w, g, strict=True)])
         torch.testing.assert_close(torch.vmap(step)(w, g), expected, rtol=1e-5, atol=1e-6)
+
+
+class TestExtremeNumbers:
+    """The C kernel agrees with torch's operations at the ends of the range."""
+
+    @pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+    @pytest.mark.parametrize("options", [{}, {"momentum": 0.0}, {"nesterov": True}], ids=str)
+    def test_infinite_weights(self, value, options):
+        results = []
+        for fused in (None, False):
+            weight = nn.Parameter(torch.tensor([[value, 1.0, -1.0, 0.5]] * 3))
+            optimizer = psgd([weight], lr=0.1, fused=fused, **options)
+            for _ in range(3):
+                weight.grad = torch.full_like(weight, 0.5)
+                optimizer.step()
+            results.append(weight.detach())
+        assert results[1][0, 0] == value
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("gradient", [1e-18, 1e-19, 1e-20])
+    @pytest.mark.parametrize("eps", [0.0, 1e-30])
+    def test_small_gradients_without_eps(self, dtype, gradient, eps):
+        results = []
+        for fused in (None, False):
+            weight = nn.Parameter(torch.full((3, 4), 0.5, dtype=dtype))
+            optimizer = padam([weight], lr=0.1, eps=eps, fused=fused)
+            weight.grad = torch.full_like(weight, gradient)
+            optimizer.step()
+            results.append(weight.detach())
+        assert results[0].isfinite().all()
+        # The second moment is subnormal in float32 and has few bits.
+        torch.testing.assert_close(*results, rtol=1e-2, atol=1e-7)

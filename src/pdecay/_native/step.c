@@ -34,16 +34,15 @@ typedef struct { double lr, momentum, dampening, weight_decay, tiny; int nestero
  * arithmetic with denormals is a hundred times slower. Flush them to zero there, in this thread only, from
  * enter_flush to leave_flush. */
 #if defined(__SSE2_MATH__)
-#define PROCESSOR_FLUSHES
-static unsigned enter_flush(int decays)
+static unsigned enter_flush(int flushes)
 {
     unsigned before = __builtin_ia32_stmxcsr();
-    if (decays) __builtin_ia32_ldmxcsr(before | 0x8040);        /* flush to zero, denormals are zero */
+    if (flushes) __builtin_ia32_ldmxcsr(before | 0x8040);        /* flush to zero, denormals are zero */
     return before;
 }
 static void leave_flush(unsigned before) { __builtin_ia32_ldmxcsr(before); }
 #else
-static unsigned enter_flush(int decays) { return (unsigned)decays; }
+static unsigned enter_flush(int flushes) { return (unsigned)flushes; }
 static void leave_flush(unsigned before) { (void)before; }
 #endif
 
@@ -93,7 +92,7 @@ typedef struct {
     void (*update_f64)(const void *, const decay_f64 *, const double *, block_f64);
     decay_f32 decay_f32;
     decay_f64 decay_f64;
-    int decays;
+    int flushes;                        /* whether the processor may flush denormals to zero */
 } job;
 
 /* ---- half precision ---- */
@@ -196,7 +195,7 @@ static int run(const job *job)
 
     #pragma omp parallel num_threads(job->threads) if (job->threads > 1 && chunks > 1)
     {
-        unsigned before = enter_flush(job->decays);
+        unsigned before = enter_flush(job->flushes);
         #pragma omp for schedule(dynamic)
         for (int64_t c = 0; c < chunks; c++) {
             int64_t low = 0, high = job->tensors;         /* bisect for the tensor that contains chunk c */
@@ -230,6 +229,9 @@ int pdecay_adam(int dtype, int threads, int64_t tensors, const int64_t *sizes, v
     power_f64 powers_f64[terms + 1];
     adam_settings settings = { lr, beta1, beta2, eps, weight_decay, 0, maximize };
     if (terms) settings.tiny = dtype == FLOAT64 ? DBL_MIN : FLT_MIN;
+    /* Flushing second moments to zero is harmless only if eps is far above the root of the smallest normal number:
+     * with eps = 0, a small gradient would be divided by zero. */
+    const double smallest_eps = dtype == FLOAT64 ? 1e-145 : 1e-15;
     double *scalars = malloc((2 * (size_t)tensors + 1) * sizeof *scalars);
     if (!scalars) return NO_MEMORY;
     for (int64_t i = 0; i < tensors; i++) {
@@ -243,7 +245,7 @@ int pdecay_adam(int dtype, int threads, int64_t tensors, const int64_t *sizes, v
         .data = data, .scalars = scalars, .settings = &settings,
         .update_f32 = amsgrad ? amsgrad_f32 : adam_f32, .update_f64 = amsgrad ? amsgrad_f64 : adam_f64,
         .decay_f32 = plan_decay_f32(terms, p, c, powers_f32), .decay_f64 = plan_decay_f64(terms, p, c, powers_f64),
-        .decays = terms > 0,
+        .flushes = terms > 0 && eps >= smallest_eps,
     };
     int status = run(&job);
     free(scalars);
@@ -268,7 +270,7 @@ int pdecay_sgd(int dtype, int threads, int64_t tensors, const int64_t *sizes, vo
         .data = data, .scalars = scalars, .settings = &settings,
         .update_f32 = sgd_f32, .update_f64 = sgd_f64,
         .decay_f32 = plan_decay_f32(terms, p, c, powers_f32), .decay_f64 = plan_decay_f64(terms, p, c, powers_f64),
-        .decays = terms > 0,
+        .flushes = terms > 0,
     };
     int status = run(&job);
     free(scalars);
@@ -285,7 +287,7 @@ int pdecay_decay(int dtype, int threads, int64_t tensors, const int64_t *sizes, 
         .dtype = dtype, .threads = threads, .streams = 2, .tensors = tensors, .sizes = sizes,
         .written = 1u << WEIGHT, .data = data, .update_f32 = decay_only_f32, .update_f64 = decay_only_f64,
         .decay_f32 = plan_decay_f32(terms, p, c, powers_f32), .decay_f64 = plan_decay_f64(terms, p, c, powers_f64),
-        .decays = 1,
+        .flushes = 1,
     };
     return run(&job);
 }

@@ -13,18 +13,9 @@ typedef struct {
     int64_t n;
 } NAME(block);
 
-/* Replace weights below the smallest normal number by +0.0, since arithmetic on them is slow. NaN is kept. If the
- * processor flushes denormals (see enter_flush in step.c), only the sign of zero needs correcting. `tiny` is 0
- * without decay. */
-INLINE REAL NAME(flush)(REAL w, REAL tiny)
-{
-#ifdef PROCESSOR_FLUSHES
-    (void)tiny;
-    return w == 0 ? 0 : w;      /* not w + 0: contracted with the preceding product, it would keep the sign */
-#else
-    return FABS(w) < tiny ? 0 : w;
-#endif
-}
+/* Replace weights below the smallest normal number by +0.0, since arithmetic on them is slow. NaN is kept. `tiny` is
+ * 0 without decay. */
+INLINE REAL NAME(flush)(REAL w, REAL tiny) { return FABS(w) < tiny ? 0 : w; }
 
 INLINE void NAME(adam_loop)(const adam_settings *adam, const NAME(decay) *rule, const double *tensor,
                             NAME(block) block, int amsgrad, int form)
@@ -63,7 +54,7 @@ INLINE void NAME(sgd_loop)(const sgd_settings *sgd, const NAME(decay) *rule, NAM
     REAL *restrict w = block.stream[WEIGHT], *restrict buffer = block.stream[BUFFER];
     const REAL *restrict grad = block.stream[GRADIENT], *restrict factor = block.factor;
     for (int64_t i = 0; i < block.n; i++) {
-        REAL g = sign * grad[i] + weight_decay * w[i];
+        REAL g = sign * grad[i] + (weight_decay != 0 ? weight_decay * w[i] : 0);     /* 0 * inf is NaN */
         REAL move = g;
         if (momentum) {
             move = first ? g : keep * buffer[i] + new * g;      /* do not read an uninitialised buffer */

@@ -56,7 +56,7 @@ def attach(
             the group for optimizers that adapt their step size, for instance
             ``lambda group: group["d"] * group["lr"]`` for Prodigy. It is called after the update.
         fused: True computes the factor and multiplies in one pass; the relative error of its powers
-            is below 1e-5. False uses torch's own operations, exactly as
+            is below 1e-5 (2e-6 * p for p > 5). False uses torch's own operations, exactly as
             ``w.mul_(penalty.factor(w_old, lr))``. None uses the fused C kernel on the CPU.
         step: "decay" is the paper's step. "prox" is the exact proximal step of the penalty, which
             for p <= 1 sets weights below a threshold to zero. It copies no weights, and is slower.

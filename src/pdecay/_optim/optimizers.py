@@ -112,8 +112,9 @@ class PAdam(_Decaying, AdamW):
         lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable: as in
             ``torch.optim.AdamW``; `weight_decay` is its L2 decay and off by default.
         fused: True for one pass over memory, in C on the CPU and by ``torch.compile`` on other
-            devices; the relative error of its powers is below 1e-5. None uses the C kernel if it is
-            available and `foreach` is not given. False for torch's own operations.
+            devices; the relative error of its powers is below 1e-5 (2e-6 * p for p > 5). None uses
+            the C kernel if it is available and `foreach` is not given. False for torch's own
+            operations.
         decay: the penalty, :class:`Lp` or a sum of them; None for plain AdamW.
         auxiliary: the update rule of s: ``Instant()`` (the default), ``Every(n)`` or
             ``Slow(rate)``.

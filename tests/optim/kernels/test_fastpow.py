@@ -45,6 +45,16 @@ def test_float32_error_is_below_1e_5_over_all_normal_numbers(q):
     assert error.max() < 1e-5
 
 
+@pytest.mark.parametrize("p", [4.3, 5, 6, 8.1, 10, 12.7, 20, 40, 100])
+def test_float32_error_grows_with_large_p_as_documented(p):
+    x = normal_numbers(np.float32)
+    with np.errstate(over="ignore", under="ignore"):
+        exact = x.astype(np.float64) ** (p - 2)
+    inside = (exact > 2.0**-126) & (exact < 2.0**126)
+    error = np.abs(power(x, p - 2)[inside] / exact[inside] - 1)
+    assert error.max() < max(1e-5, 2e-6 * p)
+
+
 @pytest.mark.parametrize("q", QS)
 def test_float32_error_is_below_5e_6_for_usual_weights(q):
     x = np.float32(2.0) ** np.random.default_rng(1).uniform(-24, 4, 100_000).astype(np.float32)

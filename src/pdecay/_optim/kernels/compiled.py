@@ -144,7 +144,8 @@ def _sgd(
 ) -> None:
     lr, momentum, new, weight_decay, sign, *decay = numbers.unbind()
     w = _wide(streams[0])
-    g = sign * _wide(streams[1]) + weight_decay * w
+    # 0 * inf is NaN: without weight decay, infinite weights must not reach the gradient
+    g = sign * _wide(streams[1]) + torch.where(weight_decay != 0, weight_decay * w, 0.0)
     update = g
     if has_momentum:
         update = g if first else momentum * _wide(streams[2]) + new * g
