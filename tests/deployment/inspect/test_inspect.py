@@ -357,7 +357,23 @@ def test_strided_tensor_is_read_block_by_block(tmp_path):
 def test_compressed_archive_is_refused(tmp_path):
     write_zip(tmp_path / "file.pt", {"w": torch.zeros(10**6)}, zipfile.ZIP_DEFLATED)
     assert (tmp_path / "file.pt").stat().st_size < 10**4
-    with pytest.raises(FileFormatError, match="is compressed"):
+    with pytest.raises(FileFormatError, match="it is compressed"):
+        inspect(tmp_path / "file.pt")
+
+
+def test_compressed_archive_that_zipfile_reads_as_uncompressed_is_refused(tmp_path):
+    """Two directories: the end record names the first, but zipfile reads the one before it."""
+    state = {"w": torch.ones(3), "names": ["x"] * 10**5}
+    archives = []
+    for compression in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
+        write_zip(tmp_path / "file.pt", state, compression)
+        archives.append((tmp_path / "file.pt").read_bytes())
+    compressed, stored = archives
+    (begin,) = struct.unpack("<I", stored[-6:-2])
+    (tmp_path / "file.pt").write_bytes(compressed[:-22] + stored[begin:-22] + compressed[-22:])
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
+        assert {entry.compress_type for entry in archive.infolist()} == {zipfile.ZIP_STORED}
+    with pytest.raises(FileFormatError, match="it is compressed"):
         inspect(tmp_path / "file.pt")
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from pdecay.deployment.files.table import EXPANSION, Row
 
 # Usual keys of the model's state dict in a checkpoint.
 _USUAL_KEYS = ("state_dict", "model_state_dict", "model", "module")
+_ARCHIVE, _OLD_PICKLE = b"PK", b"\x80\x02"  # the first bytes of torch.save files
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")  # terminal codes in torch's error messages
 
 
@@ -82,8 +82,7 @@ def is_torch_file(path: str | os.PathLike[str]) -> bool:
     """Return whether a file starts like a zip archive or an old torch pickle."""
     if not Path(path).is_file():
         return False  # the safetensors reader reports the error
-    with open(path, "rb") as file:
-        return file.read(2) in (b"PK", b"\x80\x02")
+    return _first_bytes(path) in (_ARCHIVE, _OLD_PICKLE)
 
 
 def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dict[str, Tensor]:
@@ -126,7 +125,7 @@ def _unpickle(path: str | os.PathLike[str]) -> object:
         # torch.load checks the indices of sparse tensors only in this context. Wrong ones make
         # operations read and write foreign memory.
         with torch.sparse.check_sparse_tensor_invariants():
-            if not zipfile.is_zipfile(path):  # the old format, which cannot be memory-mapped
+            if _first_bytes(path) != _ARCHIVE:  # the old format, which cannot be memory-mapped
                 return torch.load(path, map_location="cpu", weights_only=True)
             _check_uncompressed(path)
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -140,15 +139,23 @@ def _unpickle(path: str | os.PathLike[str]) -> object:
         ) from None
 
 
+def _first_bytes(path: str | os.PathLike[str]) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(2)
+
+
 def _check_uncompressed(path: str | os.PathLike[str]) -> None:
-    """Raise if a zip archive has compressed entries, which could fill the memory."""
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise FileFormatError(
-                    f"{short_repr(entry.filename)} is compressed, but torch.save compresses "
-                    "nothing: save the state dict again"
-                )
+    """Raise if an archive has compressed entries, which could fill the memory.
+
+    This asks torch's own reader: a crafted archive can show other entries to ``zipfile``.
+    """
+    reader = torch._C.PyTorchFileReader(os.fspath(path))
+    size = sum(reader.get_record_size(name) for name in reader.get_all_records())
+    if size > os.path.getsize(path):
+        raise FileFormatError(
+            f"the archive has {size:,} bytes of contents, more than the file itself: it is "
+            "compressed, but torch.save compresses nothing; save the state dict again"
+        )
 
 
 def _tensors(mapping: Mapping[Any, object]) -> dict[str, Tensor]:
