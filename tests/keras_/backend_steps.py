@@ -231,6 +231,18 @@ def test_with_p_norm_decay_makes_one_class_each():
     assert inspect.signature(cls).parameters["decay"].default == Lp(1, 1e-2)
 
 
+def test_classes_of_users_are_registered_with_their_module():
+    class Mine(keras.optimizers.SGD):
+        pass
+
+    cls = pk.with_p_norm_decay(Mine)
+    data = keras.saving.serialize_keras_object(cls(0.1, decay=Lp(0.5, 1.0)))
+    assert data["registered_name"] == f"pdecay>PMine.{__name__}"
+    loaded = keras.saving.deserialize_keras_object(data)
+    assert type(loaded) is cls
+    assert loaded.decay == Lp(0.5, 1.0)
+
+
 @pytest.mark.parametrize(
     ("decay", "error", "message"),
     [
@@ -245,10 +257,10 @@ def test_bad_decay_is_an_error(decay, error, message):
         pk.PAdam(1e-3, decay=decay)
 
 
-@pytest.mark.parametrize("given", [keras.optimizers.SGD(), dict, "adam"])
-def test_only_optimizer_classes_are_wrapped(given):
-    with pytest.raises(TypeError, match="needs a class of Keras optimizers"):
-        pk.with_p_norm_decay(given)
+def test_only_optimizer_classes_are_wrapped():
+    for given in (keras.optimizers.SGD(), dict, "adam"):
+        with pytest.raises(TypeError, match="needs a class of Keras optimizers"):
+            pk.with_p_norm_decay(given)
 
 
 def test_wrappers_of_optimizers_are_not_wrapped():

@@ -12,6 +12,15 @@ from pdecay import Lp
 BACKEND = keras.backend.backend()
 STEPS_PER_EPOCH, BATCH = 12, 64
 
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    cpu, two = (
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 2,
+    )
+    tf.config.set_logical_device_configuration(cpu, two)  # before the first use of TensorFlow
+
 
 @pytest.fixture(scope="module")
 def digits():
@@ -123,6 +132,32 @@ def test_accumulation_and_averages_reach_the_target(digits):
     assert history["sparsity"][-1] == pytest.approx(count / size)
     assert history["sparsity"][0] < 0.7
     assert history["loss"][-1] < history["loss"][0]
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras on torch runs one step per execution")
+def test_several_steps_per_execution_reach_the_target(digits):
+    model = compiled(pk.PAdam(1e-2, decay=Lp(0.8, 1e-2)))
+    model.steps_per_execution = 5
+    fit(model, digits, 2, callbacks=[pk.SparsityTarget(0.6)])
+    count, size = zeros(model)
+    assert count == round(0.6 * size)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="a strategy of TensorFlow")
+def test_two_replicas_equal_one(digits):
+    import tensorflow as tf
+
+    devices = [device.name for device in tf.config.list_logical_devices("CPU")]
+    strategies = [tf.distribute.get_strategy(), tf.distribute.MirroredStrategy(devices)]
+    assert strategies[1].num_replicas_in_sync == 2
+    trained = []
+    for strategy in strategies:
+        with strategy.scope():
+            trained.append(compiled(pk.PAdam(1e-3, decay=Lp(0.8, 1e-2))))
+        fit(trained[-1], digits, 1, callbacks=[pk.SparsityTarget(0.5)])
+    assert zeros(trained[0]) == zeros(trained[1])
+    for one, two in zip(*map(weights, trained), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-5)
 
 
 def test_target_warns_after_the_end_of_its_ramp(digits):

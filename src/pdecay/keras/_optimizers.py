@@ -71,10 +71,11 @@ def decay_factor(
     if dtype in ("float16", "bfloat16"):
         dtype = "float32"
     info = np.finfo(dtype)
+    low = float(info.smallest_normal)
     x = ops.abs(ops.cast(w_old, dtype))
-    x = ops.where(x < float(info.smallest_normal), ops.zeros_like(x), x)
+    x = ops.where(x < low, ops.zeros_like(x), x)
     one = ops.ones_like(x)
-    terms = [(p, lam) for p, lam in penalty.pairs() if lam]
+    terms = [(p, max(lam, low)) for p, lam in penalty.pairs() if lam]
     if not terms:
         return one
     learning_rate, scale = ops.cast(learning_rate, dtype), ops.cast(scale, dtype)
