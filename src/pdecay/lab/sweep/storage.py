@@ -109,7 +109,10 @@ class _Database(RDBStorage):
             try:
                 super().__init__(
                     url,
-                    engine_kwargs={"pool_pre_ping": True},  # connections may have been cut
+                    engine_kwargs={
+                        "pool_pre_ping": True,  # connections may have been cut
+                        "connect_args": _connect_args(url, seconds),
+                    },
                     heartbeat_interval=max(1, seconds // 6),
                     grace_period=seconds,
                 )
@@ -122,6 +125,17 @@ class _Database(RDBStorage):
         # An error would end Optuna's heartbeat thread; the next heartbeat may succeed.
         with suppress(StorageInternalError):
             super().record_heartbeat(trial_id)
+
+
+def _connect_args(url: str, seconds: int) -> dict[str, str]:
+    """Return driver options that end the transactions of suspended processes.
+
+    A process that is suspended within a transaction keeps its row locks. Without a limit, they
+    would block all other hosts until it continues.
+    """
+    if not url.startswith("postgresql"):
+        return {}
+    return {"options": f"-c idle_in_transaction_session_timeout={1000 * seconds}"}
 
 
 def _open_database(url: str, grace: float) -> RDBStorage:

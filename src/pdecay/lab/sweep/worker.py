@@ -21,6 +21,7 @@ from typing import TypeVar, cast
 
 import torch
 from optuna.exceptions import OptunaError, StorageInternalError
+from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.trial import Trial, TrialState
 
 from pdecay._utils.files import LockedError
@@ -131,6 +132,10 @@ class _Worker:
                 trial.user_attrs["cell"], lambda sampler: self._study.bind(trial, sampler)
             )
             mark = {"home": self._job.home, "pid": os.getpid(), "run": settings.id}
+            # Optuna never reports a trial without a heartbeat as stale. Record the first one before
+            # the mark, which other hosts take as the sign that heartbeats follow.
+            if isinstance(self._study.storage, BaseHeartbeat):
+                self._study.storage.record_heartbeat(trial._trial_id)
             trial.set_user_attr("worker", mark)
             self._send_started()
             record = self._train(settings)
