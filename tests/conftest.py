@@ -6,6 +6,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,42 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The arguments of `attach` in tests that compare bit by bit.
 EXACT: dict[str, Any] = {"fused": False}
+
+
+# Folders and files that `make quicktest` leaves out: other processes, browsers, databases, fuzzing,
+# compilers, other frameworks, and suites over many optimizers. Single slow tests have the marker.
+SLOW = (
+    "bridge/test_estimator_checks.py",
+    "contract",
+    "core/test_robust.py",
+    "deployment/compact/test_architectures.py",
+    "deployment/compact/test_random.py",
+    "deployment/compact/test_transformers.py",
+    "deployment/export",
+    "deployment/files/test_fuzz.py",
+    "deployment/files/test_size.py",
+    "deployment/runtime/test_fuzz.py",
+    "keras_",
+    "lab/bench",
+    "lab/methods/test_paper.py",
+    "lab/report/test_browser.py",
+    "lab/sweep",
+    "lab/train/test_kills.py",
+    "native",
+    "optax_",
+    "optim/kernels/test_compiled.py",
+    "optim/test_distributed.py",
+    "optim/test_torch_conventions.py",
+    "upstream",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+    slow = [folder / name for name in SLOW]
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in slow):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
