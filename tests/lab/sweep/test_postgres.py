@@ -164,9 +164,9 @@ def test_late_results_of_a_suspended_host_are_refused(
     wait_for_claims(tmp_path / "one")
     # One worker alone may have made both claims: wait until the other one can be suspended, too.
     deadline = time.monotonic() + 60
-    while len(workers_of(tmp_path / "one")) < 2 and time.monotonic() < deadline:
+    while len(workers := workers_of(tmp_path / "one")) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    sleepers = [one.process.pid, *workers_of(tmp_path / "one")]
+    sleepers = [one.process.pid, *workers]
     for process in sleepers:
         os.kill(process, signal.SIGSTOP)
     pause(0)
