@@ -156,26 +156,29 @@ def test_other_host_takes_over_the_runs_of_a_dead_host(
     assert records_of(tmp_path / "one") == undisturbed
 
 
-def test_late_results_of_a_suspended_host_are_refused(
-    hosts, server, undisturbed, pause, tmp_path, records_of, each_cell_once
+@pytest.mark.parametrize("suspended", [1, 2])
+def test_late_results_of_suspended_workers_are_refused(
+    hosts, server, undisturbed, pause, tmp_path, records_of, each_cell_once, suspended
 ):
+    """A worker that still runs must not wait for the folder of a suspended one for ever."""
+    study = f"suspended-{suspended}"
     pause(0.05)
-    one = hosts("one", "sleeping", "--grace", 2)
+    one = hosts("one", study, "--grace", 2)
     wait_for_claims(tmp_path / "one")
     # One worker alone may have made both claims: wait until the other one can be suspended, too.
     deadline = time.monotonic() + 60
     while len(workers := workers_of(tmp_path / "one")) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    sleepers = [one.process.pid, *workers]
+    sleepers = [one.process.pid, *workers[:suspended]]
     for process in sleepers:
         os.kill(process, signal.SIGSTOP)
     pause(0)
-    assert hosts("other", "sleeping", "--grace", 2, "--resume").join() == 0
+    assert hosts("other", study, "--grace", 2, "--resume").join() == 0
     for process in sleepers:
         os.kill(process, signal.SIGCONT)
     assert one.join() == 0, (tmp_path / "one.log").read_text()
     assert records_of(tmp_path / "one") == records_of(tmp_path / "other") == undisturbed
-    each_cell_once(server, tmp_path, "sleeping", cells=8)
+    each_cell_once(server, tmp_path, study, cells=8)
 
 
 def test_runs_continue_while_the_database_is_down(

@@ -67,6 +67,10 @@ class NotCurrentError(Exception):
     """A trial from the queue need not be run."""
 
 
+class BusyError(Exception):
+    """Another process of this machine holds the folder of a run for too long."""
+
+
 def work(job: Job, connection: Connection) -> None:
     """Run cells until the launcher asks to stop: the main function of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
@@ -139,7 +143,7 @@ class _Worker:
             trial.set_user_attr("worker", mark)
             self._send_started()
             record = self._train(settings)
-        except (StoppedError, OptunaError):
+        except (StoppedError, BusyError, OptunaError):
             raise
         except Exception:
             text = traceback.format_exc()
@@ -156,6 +160,7 @@ class _Worker:
 
     def _train(self, settings: Settings) -> Record:
         self._busy = True
+        deadline = time.monotonic() + self._job.grace
         try:
             while True:
                 try:
@@ -172,6 +177,10 @@ class _Worker:
                         raise
                     if self._stop.wait(_IDLE):
                         raise StoppedError from None
+                    # The other process may be suspended. Give the trial back: another machine
+                    # can then run the cell in a folder of its own.
+                    if time.monotonic() > deadline:
+                        raise BusyError from error
         finally:
             self._busy = False
 
