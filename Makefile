@@ -4,7 +4,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test quicktest lint bench study docs clean
+.PHONY: demo test quicktest lint bench study study-check docs clean
 
 demo: $(VENV)/lab
 	$(VENV)/bin/pdecay demo
@@ -28,7 +28,13 @@ bench: $(VENV)/lab
 study: $(VENV)/lab
 	$(VENV)/bin/python benchmarks/study.py tune --workers $(WORKERS)
 	$(VENV)/bin/python benchmarks/study.py final --workers $(WORKERS)
-	$(VENV)/bin/python benchmarks/study.py tables
+	$(VENV)/bin/python benchmarks/study.py ablation --task shakespeare --scale quick --workers $(WORKERS)
+	$(VENV)/bin/python benchmarks/study.py contours --task shakespeare --scale quick --workers $(WORKERS)
+	$(VENV)/bin/python benchmarks/study_report.py
+
+# Repeats a few runs of the study and compares them with the records: about ten minutes.
+study-check: $(VENV)/lab
+	$(VENV)/bin/python benchmarks/study.py check --workers $(WORKERS)
 
 docs: $(VENV)/dev
 	$(VENV)/bin/sphinx-build --fail-on-warning --keep-going docs docs/_build/html

@@ -1,14 +1,18 @@
 """The study of accuracy at a given sparsity: tuned methods on three tasks, reported on test splits.
 
-    python benchmarks/study.py tune --task shakespeare      # nine trials for each method
-    python benchmarks/study.py final --task shakespeare     # best settings, three seeds
-    python benchmarks/study.py tables                       # docs/_data/study_*.md from the records
+    python benchmarks/study.py tune                  # nine trials for each method and task
+    python benchmarks/study.py final                 # the best settings with three seeds
+    python benchmarks/study.py ablation              # variations of the target and of the decay
+    python benchmarks/study.py contours              # learning rate and lam for three p
+    python benchmarks/study.py check                 # repeat a few final runs and compare them
+    python benchmarks/study_report.py                # tables and figures of docs/results.md
 
-Each command resumes where it was interrupted. Records are in benchmarks/results/TASK-STAGE.jsonl.
+Every stage resumes where it was interrupted. Its records are in benchmarks/results, in the files
+TASK-SCALE-STAGE.jsonl; unfinished runs are in runs/study.
 
 Protocol. Every method gets nine trials with seed 0: three learning rates times three values of its
-other setting. Methods that reach a given sparsity are tuned at 95 % and use the same setting at
-lower levels. Methods with a fixed strength are judged by their best trial above each level. The
+other setting. Methods that reach a given sparsity are tuned at 95 % and use the same setting at the
+other levels. Methods with a fixed strength are judged by their best trial above each level. The
 setting with the best validation accuracy then runs with three seeds, and the test accuracy of these
 runs is reported. Trials run for half of the training steps, final runs for all of them.
 """
@@ -17,6 +21,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +33,17 @@ from pdecay.lab.tasks import get_task
 from pdecay.lab.train import records
 from pdecay.lab.train.records import Record
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-TABLES = ROOT / "docs" / "_data"
-
+RESULTS = Path(__file__).parent / "results"
 TASKS = ("shakespeare", "fashion", "cifar10")
-LEVELS = (0.8, 0.9, 0.95)
+LEVELS = (0.7, 0.8, 0.9, 0.95, 0.98)
 SEEDS = (0, 1, 2)
 TUNED_AT = 0.95
 L2 = (0.1, 0.3, 1.0)
 
+Options = dict[str, Any]
+
 # The method's name in the tables, its options, and its second axis of tuning.
-METHODS: dict[str, tuple[dict[str, Any], dict[str, tuple[float, ...]]]] = {
+METHODS: dict[str, tuple[Options, dict[str, tuple[float, ...]]]] = {
     "AdamW, dense": ({"method": "adamw"}, {"weight_decay": L2}),
     "target": ({"method": "target", "target": TUNED_AT}, {"weight_decay": L2}),
     "GMP": ({"method": "gmp", "target": TUNED_AT}, {"weight_decay": L2}),
@@ -57,118 +62,184 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, tuple[float, ...]]]] = {
     "PAdam, p = 1.2": ({"method": "padam", "p": 1.2}, {"lam": (0.1, 0.3, 1.0)}),
     "PAdam, p = 1.5": ({"method": "padam", "p": 1.5}, {"lam": (0.1, 0.3, 1.0)}),
 }
+STEERED = ("target", "GMP", "GMP, adaptive rank")
 # The methods that decide the main claim run first.
 FIRST = ("AdamW, dense", "GMP", "target")
-STEERED = ("target", "GMP", "GMP, adaptive rank")
+
+_TARGET = {"method": "target", "target": TUNED_AT, "weight_decay": 0.3}
+_DECAY = {"p": 0.8, "lam": 0.03}
+# Variations at one setting, each with three seeds: of the target first, then of the fixed decay.
+ABLATION: dict[str, Options] = {
+    "dense AdamW": {"method": "adamw", "weight_decay": 0.3},
+    "target": _TARGET,
+    "target, rank by magnitude": {**_TARGET, "rank": "magnitude", "pull": 0.0},
+    "target, pull 0.3": {**_TARGET, "pull": 0.3},
+    "target, pull 1": {**_TARGET, "pull": 1.0},
+    "target, rank by magnitude, pull 1": {**_TARGET, "rank": "magnitude", "pull": 1.0},
+    "target, L2 0": {**_TARGET, "weight_decay": 0.0},
+    "target, L2 0.1": {**_TARGET, "weight_decay": 0.1},
+    "target, L2 1": {**_TARGET, "weight_decay": 1.0},
+    "target, ramp to 70 %": {**_TARGET, "end": 0.7},
+    "target, ramp to 85 %": {**_TARGET, "end": 0.85},
+    "GMP": {**_TARGET, "method": "gmp"},
+    "GMP, ramp to 85 %": {**_TARGET, "method": "gmp", "end": 0.85},
+    "GMP, adaptive rank": {**_TARGET, "method": "gmp", "rank": "adaptive"},
+    "PAdam": {"method": "padam", **_DECAY},
+    "PAdam, L2 0.1": {"method": "elastic", **_DECAY, "l2": 0.1},
+    "s every 10 steps": {"method": "every", **_DECAY, "n": 10},
+    "s every 100 steps": {"method": "every", **_DECAY, "n": 100},
+    "slow s, rate 0.1": {"method": "slow", **_DECAY, "rate": 0.1},
+    "p from 2 to 0.8": {"method": "pschedule", **_DECAY},
+    "p restarted 3 times": {"method": "pschedule", **_DECAY, "cycles": 4},
+    "proximal step": {"method": "prox", **_DECAY},
+    "zeros frozen at 70 %": {"method": "freeze", **_DECAY},
+    "PAdam and MP": {"method": "padam-mp", **_DECAY, "threshold": 0.03},
+    "PAdam and GMP": {"method": "padam-gmp", **_DECAY, "target": TUNED_AT},
+}
+CONTOUR_P = (0.5, 0.8, 1.2)
+CONTOUR_LAM = (0.003, 0.01, 0.03, 0.1, 0.3)
+CONTOUR_LR = (0.25, 0.5, 1.0, 2.0)  # relative to the task's
+# The final runs that `check` repeats: about ten minutes on two cores.
+CHECKED = [("fashion", name, 0.95) for name in FIRST] + [("shakespeare", "target", 0.95)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("stage", choices=("tune", "final", "tables"))
+    parser.add_argument("stage", choices=("tune", "final", "ablation", "contours", "check"))
     parser.add_argument("--task", choices=TASKS, action="append", help="default: all")
+    parser.add_argument("--scale", default="cpu", choices=("quick", "cpu"))
     parser.add_argument("--only", choices=METHODS, action="append", help="default: all methods")
     parser.add_argument("--first", action="store_true", help="only the methods of the main claim")
+    parser.add_argument("--level", type=float, choices=LEVELS, action="append", help="default: all")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=Path("runs/study"), help="unfinished runs")
     args = parser.parse_args()
+    if args.stage == "check":
+        sys.exit(check(args))
     methods = args.only or (FIRST if args.first else tuple(METHODS))
     for task in args.task or TASKS:
-        if args.stage == "tables":
-            write_tables(task)
+        study = Study(task, args.scale)
+        if args.stage == "ablation":
+            run(study, "ablation", "all", study.ablation_grids(), args)
+        elif args.stage == "contours":
+            run(study, "contours", "all", study.contour_grids(), args)
         else:
             for name in methods:
-                grids = [tuning_grid(task, name)] if args.stage == "tune" else finals(task, name)
+                grids = [study.tuning_grid(name)]
+                if args.stage == "final":
+                    grids = list(study.final_grids(name, args.level or LEVELS).values())
                 if grids:
-                    run(task, args.stage, name, grids, args)
+                    run(study, args.stage, name, grids, args)
 
 
-def run(task: str, stage: str, name: str, grids: list[Any], args: argparse.Namespace) -> None:
-    """Run the cells of a method and add their records to the committed ones."""
-    folder = args.runs / f"{task}-{stage}-{name.replace(', ', '-').replace(' ', '')}"
+def run(study: Study, stage: str, name: str, grids: list[Options], args: Any) -> None:
+    """Run the cells of a stage and add their records to the committed ones."""
+    label = "-".join(name.replace(",", "").replace("=", "").split())
+    folder = args.runs / f"{study.task}-{study.scale}-{stage}-{label}-{len(grids)}"
     resume = (folder / "study.log").exists()
-    plan = Grid(task=task, scale="cpu", grids=grids)
-    outcome = sweep(plan, folder, workers=args.workers, threads=1, resume=resume, console=Console())
-    path = RESULTS / f"{task}-{stage}.jsonl"
+    outcome = sweep(
+        study.plan(grids), folder, workers=args.workers, threads=1, resume=resume, console=Console()
+    )
+    path = study.path(stage)
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = {record["id"]: record for record in (records.read(path) if path.exists() else [])}
-    known.update({record["id"]: record for record in outcome.records})
+    known = study.read(stage) | {record["id"]: record for record in outcome.records}
     records.write(path, [known[key] for key in sorted(known)])
 
 
-def tuning_grid(task: str, name: str) -> dict[str, Any]:
-    """Return the nine trials of a method."""
-    options, axis = METHODS[name]
-    recipe = get_task(task, "cpu")
-    steps = recipe.steps // 2
-    rates = [recipe.lr / 2, recipe.lr, recipe.lr * 2]
-    values: dict[str, Any] = {**options, **{key: list(value) for key, value in axis.items()}}
-    return as_axes({**values, "lr": rates, "steps": steps, "seed": 0})
+class Study:
+    """The runs of a task at a scale, as grids for a sweep, and their records."""
+
+    def __init__(self, task: str, scale: str) -> None:
+        self.task, self.scale = task, scale
+        self.recipe = get_task(task, scale)
+
+    def path(self, stage: str) -> Path:
+        """Return the file of a stage's records."""
+        return RESULTS / f"{self.task}-{self.scale}-{stage}.jsonl"
+
+    def read(self, stage: str) -> dict[str, Record]:
+        """Return the records of a stage by id."""
+        path = self.path(stage)
+        return {r["id"]: r for r in records.read(path)} if path.exists() else {}
+
+    def plan(self, grids: list[Options]) -> Grid:
+        """Return the grids as a plan for a sweep."""
+        return Grid(task=self.task, scale=self.scale, grids=grids)
+
+    def runs(self, stage: str, grid: Options) -> list[Record]:
+        """Return the finished runs of a grid."""
+        found = self.read(stage)
+        return [found[key] for key in self.plan([grid]).cells if key in found]
+
+    def tuning_grid(self, name: str) -> Options:
+        """Return the nine trials of a method."""
+        options, axis = METHODS[name]
+        rates = [self.recipe.lr / 2, self.recipe.lr, self.recipe.lr * 2]
+        steps = self.recipe.steps // 2
+        return _axes({**options, **axis, "lr": rates, "steps": steps, "seed": 0})
+
+    def final_grids(self, name: str, levels: Iterable[float] = LEVELS) -> dict[float, Options]:
+        """Return the final runs of a method for each level; level 0 asks for no zeros."""
+        trials = self.runs("tune", self.tuning_grid(name))
+        grids: dict[float, Options] = {}
+        for level in (0.0, *levels) if name not in STEERED else levels:
+            above = [r for r in trials if r["result"]["sparsity"] >= level - 1e-3]
+            if name in STEERED:
+                above = trials
+            if not above:
+                continue
+            best = max(above, key=lambda r: float(r["result"]["accuracy"]))["settings"]
+            options = {**best["options"], **({"target": level} if name in STEERED else {})}
+            options = {key: value for key, value in options.items() if value is not None}
+            grids[level] = _axes(
+                {"method": best["method"], **options, "lr": best["lr"], "seed": SEEDS}
+            )
+        return grids
+
+    def ablation_grids(self) -> list[Options]:
+        """Return the variations, three seeds each."""
+        return [_axes({**options, "seed": SEEDS}) for options in ABLATION.values()]
+
+    def contour_grids(self) -> list[Options]:
+        """Return the grid over learning rate and lam for three p."""
+        rates = [self.recipe.lr * factor for factor in CONTOUR_LR]
+        return [_axes({"method": "padam", "p": CONTOUR_P, "lam": CONTOUR_LAM, "lr": rates})]
 
 
-def as_axes(values: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return lists of values; options that are None take their defaults."""
-    given = {key: value for key, value in values.items() if value is not None}
-    return {key: value if isinstance(value, list) else [value] for key, value in given.items()}
+def check(args: argparse.Namespace) -> int:
+    """Repeat some final runs with seed 0; return 1 if one is outside the spread of the seeds."""
+    console, failed = Console(), 0
+    for task, name, level in CHECKED:
+        study = Study(task, "cpu")
+        grids = study.final_grids(name)
+        grid = grids[level if level in grids else 0.0]
+        known = accuracies_on_test(study.runs("final", grid))
+        folder = args.runs / f"check-{task}-{name.split(',')[0]}"
+        plan = study.plan([{**grid, "seed": [0]}])
+        resume = (folder / "study.log").exists()
+        outcome = sweep(plan, folder, workers=1, threads=1, resume=resume, console=console)
+        (value,) = accuracies_on_test(outcome.records)
+        mean, spread = statistics.mean(known), max(0.2, 3 * statistics.stdev(known))
+        passed = abs(value - mean) <= spread
+        failed += not passed
+        console.print(
+            f"{task}, {name}: {value:.2f}, committed {mean:.2f} ± {spread:.2f}: "
+            f"{'repeated' if passed else 'NOT REPEATED'}"
+        )
+    return int(failed > 0)
 
 
-def finals(task: str, name: str) -> list[dict[str, Any]]:
-    """Return the final runs of a method: its best trial, or the best above each level."""
-    trials = trials_of(task, name)
-    if not trials:
-        return []
-    levels = LEVELS if name in STEERED else (0.0, *LEVELS)
-    grids: list[dict[str, Any]] = []
-    for level in levels:
-        above = [trial for trial in trials if trial["result"]["sparsity"] >= level - 1e-3]
-        if not above:
-            continue
-        best = max(above, key=lambda trial: float(trial["result"]["accuracy"]))["settings"]
-        options = dict(best["options"])
-        if name in STEERED:
-            options["target"] = level
-        grid = as_axes({"method": best["method"], **options, "lr": best["lr"], "seed": list(SEEDS)})
-        if grid not in grids:
-            grids.append(grid)
-    return grids
+def accuracies_on_test(runs: Iterable[Record]) -> list[float]:
+    """Return the test accuracies of runs."""
+    return [float(record["result"]["test_accuracy"]) for record in runs]
 
 
-def trials_of(task: str, name: str) -> list[Record]:
-    """Return the finished trials of a method."""
-    path = RESULTS / f"{task}-tune.jsonl"
-    wanted = Grid(task=task, scale="cpu", grids=[tuning_grid(task, name)]).cells
-    found = records.read(path) if path.exists() else []
-    return [record for record in found if record["id"] in wanted]
-
-
-def write_tables(task: str) -> None:
-    """Write the test accuracy of each method above each level of sparsity."""
-    path = RESULTS / f"{task}-final.jsonl"
-    if not path.exists():
-        return
-    found = {record["id"]: record for record in records.read(path)}
-    lines = ["| method | dense | 80 % | 90 % | 95 % |", "|---|---|---|---|---|"]
-    for name in METHODS:
-        grids = finals(task, name)
-        runs = [
-            [found[key] for key in Grid(task=task, scale="cpu", grids=[grid]).cells if key in found]
-            for grid in grids
-        ]
-        runs = [group for group in runs if group]
-        if runs:
-            lines.append(f"| {name} | " + " | ".join(cell(runs, x) for x in (0.0, *LEVELS)) + " |")
-    TABLES.mkdir(exist_ok=True)
-    (TABLES / f"study_{task}.md").write_text("\n".join(lines) + "\n")
-
-
-def cell(runs: list[list[Record]], level: float) -> str:
-    """Return mean and standard deviation of the best setting above a level, over its seeds."""
-    above = [g for g in runs if min(r["result"]["sparsity"] for r in g) >= level - 1e-3]
-    if not above or (level == 0.0 and runs[0][0]["settings"]["method"] in ("target", "gmp")):
-        return "-"
-    best = max(above, key=lambda g: statistics.mean(r["result"]["accuracy"] for r in g))
-    values = [float(record["result"]["test_accuracy"]) for record in best]
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.2f} ± {spread:.2f}"
+def _axes(options: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return each option as a list of values."""
+    return {
+        key: list(value) if isinstance(value, tuple | list) else [value]
+        for key, value in options.items()
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,234 @@
+"""Write the tables and figures of docs/results.md from the records of the study.
+
+    python benchmarks/study_report.py
+
+The tables go to docs/_data/study_*.md and the figures to docs/_static/study_*.png. A test compares
+the tables with the records.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from pdecay.lab import drawing
+from pdecay.lab.train.records import Record
+from study import (
+    ABLATION,
+    CONTOUR_LAM,
+    CONTOUR_LR,
+    CONTOUR_P,
+    LEVELS,
+    METHODS,
+    STEERED,
+    TASKS,
+    Study,
+    accuracies_on_test,
+)
+
+DOCS = Path(__file__).parents[1] / "docs"
+SCALES = ("cpu", "quick")
+HEADER = ("method", "dense", *(f"{100 * level:.0f} %" for level in LEVELS))
+COLOURS = {
+    "AdamW, dense": drawing.INK,
+    "target": drawing.VERMILION,
+    "GMP": drawing.BLUE,
+    "GMP, adaptive rank": drawing.SKY,
+    "PAdam, p = 0.8": drawing.GREEN,
+}
+
+
+def main() -> None:
+    for name, text in tables().items():
+        (DOCS / "_data" / f"{name}.md").write_text(text)
+    with matplotlib.rc_context(drawing.FONTS):
+        for task, scale in product(TASKS, SCALES):
+            study = Study(task, scale)
+            if study.read("final"):
+                drawing.save(draw_tradeoff(study), DOCS / "_static" / f"{_name(study)}.png")
+            if study.read("contours"):
+                path = DOCS / "_static" / f"{_name(study)}_contours.png"
+                drawing.save(draw_contours(study), path)
+
+
+def tables() -> dict[str, str]:
+    """Return all tables in Markdown by name."""
+    found = {}
+    for task, scale in product(TASKS, SCALES):
+        study = Study(task, scale)
+        if study.read("final"):
+            found[_name(study)] = accuracy_table(study)
+            found[f"{_name(study)}_gaps"] = gap_table(study)
+        if study.read("ablation"):
+            found[f"{_name(study)}_ablation"] = ablation_table(study)
+    return found
+
+
+def accuracy_table(study: Study) -> str:
+    """Return the test accuracy of each method above each level of sparsity."""
+    rows = []
+    for name in METHODS:
+        groups = final_runs(study, name)
+        if groups:
+            rows.append([name, *(_cell(groups.get(level)) for level in (0.0, *LEVELS))])
+    return _markdown([*HEADER], rows)
+
+
+def gap_table(study: Study) -> str:
+    """Return the accuracy that the target and GMP lose against dense AdamW, and its ratio."""
+    dense = final_runs(study, "AdamW, dense").get(0.0)
+    ours, theirs = final_runs(study, "target"), final_runs(study, "GMP")
+    rows = []
+    for level in LEVELS:
+        if not (dense and level in ours and level in theirs):
+            continue
+        gaps = [_mean(dense) - _mean(groups[level]) for groups in (ours, theirs)]
+        ratio = f"{gaps[0] / gaps[1]:.2f}" if gaps[1] > 0 else "-"
+        rows.append([f"{100 * level:.0f} %", f"{gaps[0]:.2f}", f"{gaps[1]:.2f}", ratio])
+    return _markdown(["zeros", "gap of target", "gap of GMP", "ratio"], rows)
+
+
+def ablation_table(study: Study) -> str:
+    """Return the zeros and the accuracies of the variations."""
+    rows = []
+    for (name, _), grid in zip(ABLATION.items(), study.ablation_grids(), strict=True):
+        runs = study.runs("ablation", grid)
+        if runs:
+            zeros = 100 * statistics.mean(r["result"]["sparsity"] for r in runs)
+            validation = statistics.mean(r["result"]["accuracy"] for r in runs)
+            rows.append([name, f"{zeros:.1f} %", f"{validation:.2f}", _cell(runs)])
+    return _markdown(["variation", "zeros", "validation", "test"], rows)
+
+
+def final_runs(study: Study, name: str) -> dict[float, list[Record]]:
+    """Return the final runs of a method by level.
+
+    A method with a fixed strength may have a better setting at a higher level, which then also
+    counts for the lower ones.
+    """
+    found = {level: study.runs("final", grid) for level, grid in study.final_grids(name).items()}
+    found = {level: runs for level, runs in found.items() if runs}
+    if name in STEERED:
+        return found
+    best: dict[float, list[Record]] = {}
+    for level in (0.0, *LEVELS):
+        above = [
+            runs
+            for runs in found.values()
+            if min(r["result"]["sparsity"] for r in runs) >= level - 1e-3
+        ]
+        if above:
+            best[level] = max(
+                above, key=lambda runs: statistics.mean(r["result"]["accuracy"] for r in runs)
+            )
+    return best
+
+
+def draw_tradeoff(study: Study) -> Figure:
+    """Draw test accuracy against sparsity for all methods."""
+    figure = Figure(figsize=(8.4, 4.8), layout="constrained")
+    axes = figure.add_subplot()
+    drawing.set_title(
+        axes,
+        f"Accuracy at a given sparsity: {study.task}",
+        "test split, mean and standard deviation of three seeds; settings chosen on validation",
+    )
+    for name in METHODS:
+        points = list(_points(final_runs(study, name)))
+        if not points:
+            continue
+        zeros, means, spreads = (np.array(column) for column in zip(*points, strict=True))
+        if name == "AdamW, dense":
+            axes.axhline(means[0], color=drawing.INK, linewidth=1, linestyle="--", label=name)
+            continue
+        style = {"color": COLOURS[name], "linewidth": 2} if name in COLOURS else {"alpha": 0.6}
+        axes.errorbar(
+            drawing.to_decades(100 * zeros), means, spreads, marker="o", label=name, **style
+        )
+    _sparsity_axis(axes)
+    axes.set_ylabel("test accuracy, %")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
+    return figure
+
+
+def draw_contours(study: Study) -> Figure:
+    """Draw accuracy and sparsity over learning rate and lam, a column for each p."""
+    runs = {
+        (r["settings"]["options"]["p"], r["settings"]["options"]["lam"], r["settings"]["lr"]): r
+        for r in study.read("contours").values()
+    }
+    figure = Figure(figsize=(10, 5.6), layout="constrained")
+    grid = figure.subplots(2, len(CONTOUR_P), sharex=True, sharey=True)
+    rates = [study.recipe.lr * factor for factor in CONTOUR_LR]
+    for column, p in enumerate(CONTOUR_P):
+        for row, (key, label) in enumerate(
+            (("accuracy", "validation accuracy, %"), ("sparsity", "zeros, %"))
+        ):
+            scale = 100 if key == "sparsity" else 1
+            values = np.array(
+                [
+                    [scale * runs[p, lam, lr]["result"][key] for lr in rates]
+                    if all((p, lam, lr) in runs for lr in rates)
+                    else [np.nan] * len(rates)
+                    for lam in CONTOUR_LAM
+                ]
+            )
+            axes = grid[row, column]
+            filled = axes.contourf(rates, CONTOUR_LAM, values, levels=12, cmap="cividis")
+            axes.set(xscale="log", yscale="log")
+            if row == 0:
+                axes.set_title(f"p = {p:g}")
+            else:
+                axes.set_xlabel("learning rate")
+            if column == 0:
+                axes.set_ylabel("lam")
+            figure.colorbar(filled, ax=axes, label=label if column == len(CONTOUR_P) - 1 else None)
+    return figure
+
+
+def _points(groups: dict[float, list[Record]]) -> Iterator[tuple[float, float, float]]:
+    for runs in groups.values():
+        values = accuracies_on_test(runs)
+        zeros = statistics.mean(r["result"]["sparsity"] for r in runs)
+        yield zeros, statistics.mean(values), _spread(values)
+
+
+def _sparsity_axis(axes: Axes) -> None:
+    ticks = [0, 50, 70, 80, 90, 95, 98]
+    axes.set_xticks(drawing.to_decades(ticks), [f"{tick} %" for tick in ticks])
+    axes.set_xlabel("zeros among the decayed weights")
+
+
+def _name(study: Study) -> str:
+    return f"study_{study.task}" + ("" if study.scale == "cpu" else f"_{study.scale}")
+
+
+def _cell(runs: list[Record] | None) -> str:
+    if not runs:
+        return "-"
+    values = accuracies_on_test(runs)
+    return f"{statistics.mean(values):.2f} ± {_spread(values):.2f}"
+
+
+def _mean(runs: list[Record]) -> float:
+    return statistics.mean(accuracies_on_test(runs))
+
+
+def _spread(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
