@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -28,3 +29,17 @@ def test_committed_report_is_of_committed_records():
     (experiment,) = load([RECORDS])
     page = (ROOT / "benchmarks" / "reports" / "shakespeare" / "index.html").read_text()
     assert all(run["id"] in page for run in experiment.runs)
+
+
+def test_tables_of_the_study_match_records(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    tables = importlib.import_module("study_report").tables()
+    committed = {path.stem: path.read_text() for path in (ROOT / "docs/_data").glob("study_*.md")}
+    assert committed == tables
+
+
+def test_tables_of_the_readme_are_tables_of_the_study():
+    """Every row in README that has a mean and a spread is a row of a committed table."""
+    tables = "".join(path.read_text() for path in (ROOT / "docs/_data").glob("study_*.md"))
+    rows = [row for row in (ROOT / "README.md").read_text().splitlines() if "±" in row]
+    assert [row for row in rows if row not in tables] == []

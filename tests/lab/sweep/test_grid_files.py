@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from pdecay.lab.sweep import SweepError, read_grids
+from pdecay.lab.sweep import Grid, SweepError, read_grids
 
 
 def test_top_level_values_apply_to_all_grids(tmp_path):
@@ -28,6 +29,16 @@ def test_docstring_example_is_valid(tmp_path):
     (example,) = re.findall(r"code-block:: toml\n(.*)Raises:", read_grids.__doc__, re.DOTALL)
     path.write_text(dedent(example))
     assert [grid["method"] for grid in read_grids(path)] == [["adamw"], ["padam"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "task"), [("resnet18_cifar10", "cifar10"), ("nanogpt_shakespeare", "shakespeare")]
+)
+def test_sweeps_of_the_paper_are_valid(name, task):
+    path = Path(__file__).parents[3] / "benchmarks" / "paper" / f"{name}.toml"
+    plan = Grid(task=task, scale="paper", grids=read_grids(path))
+    methods = {plan.settings(key, None).method for key in plan.keys}
+    assert {"adamw", "padam", "mp", "target", "gmp"} <= methods
 
 
 @pytest.mark.parametrize(
