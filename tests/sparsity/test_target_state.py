@@ -284,7 +284,7 @@ class TestParameters:
     def test_groups_added_after_the_ramp_train_densely(self, make):
         model = build()
         optimizer = make(model[0])
-        SparsityTarget(optimizer, 0.75, STEPS)
+        SparsityTarget(optimizer, 0.75, STEPS, end=0.7)
         train(model, optimizer, 50)
         optimizer.add_param_group({"params": [model[3].weight]})
         before = model[3].weight.detach().clone()
@@ -419,7 +419,7 @@ class TestLifecycle:
         target = SparsityTarget(optimizer, 0.9, STEPS, floor=0.05)
         train(model, optimizer, 2)
         assert repr(target) == (
-            "SparsityTarget(0.9, total_steps=60, start=0.1, end=0.7, rank='adaptive', pull=0, "
+            "SparsityTarget(0.9, total_steps=60, start=0.1, end=0.85, rank='adaptive', pull=0, "
             "floor=0.05, last_step=2)"
         )
         pruning = pdecay.GradualMagnitudePruning(optimizer, 0.5, 100)

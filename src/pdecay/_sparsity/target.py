@@ -122,7 +122,7 @@ class SparsityTarget:
         total_steps: int,
         *,
         start: float = 0.1,
-        end: float = 0.7,
+        end: float = 0.85,
         per_layer: PerLayer = False,
         floor: float = 0.0,
         rank: Rank = "adaptive",

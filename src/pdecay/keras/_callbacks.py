@@ -93,7 +93,7 @@ class SparsityTarget(SparsityLogger):
         total_steps: int | None = None,
         *,
         start: float = 0.1,
-        end: float = 0.7,
+        end: float = 0.85,
     ) -> None:
         super().__init__(threshold=float(np.finfo(np.float32).smallest_normal))
         if not 0 < check_number("target", target) < 1:

@@ -97,12 +97,14 @@ class Whitening(nn.Conv2d):
     The filters are the principal components of 3x3 patches, scaled to unit variance, and their
     negatives, so that a ReLU loses nothing. It replaces the first layer of a network, which
     otherwise takes a large part of a short training to find such filters. Call :meth:`fit` before
-    training. The weight does not require a gradient.
+    training. The weight is a buffer: it is neither trained nor counted.
     """
 
     def __init__(self, channels: int, stride: int = 1) -> None:
         super().__init__(channels, 2 * 9 * channels, 3, stride, padding=1, bias=False)
-        self.weight.requires_grad_(False)
+        weight = self.weight.detach()
+        del self.weight
+        self.register_buffer("weight", weight)
 
     @torch.no_grad()
     def fit(self, images: Tensor, eps: float = 5e-4) -> None:

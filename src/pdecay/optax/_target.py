@@ -42,7 +42,7 @@ def sparsity_target(
     total_steps: int,
     *,
     start: float = 0.1,
-    end: float = 0.7,
+    end: float = 0.85,
     mask: Mask | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation that prunes to a share of zeros; the last member of a chain.
@@ -55,7 +55,7 @@ def sparsity_target(
         optax.chain(padam(1e-3, decay=Lp(0.8, 1e-2)), sparsity_target(0.9, total_steps=1000))
 
     It does not change lam. To train the remaining weights without decay after the ramp, schedule
-    lam: ``[(0.8, lambda t: jnp.where(t < 700, 1e-2, 0))]``.
+    lam: ``[(0.8, lambda t: jnp.where(t < 850, 1e-2, 0))]``.
 
     Args:
         target: the final share of zeros, above 0 and below 1.
@@ -74,7 +74,7 @@ def with_sparsity_target(
     total_steps: int,
     *,
     start: float = 0.1,
-    end: float = 0.7,
+    end: float = 0.85,
     mask: Mask | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer that ends at a share of zeros, ranked as :class:`pdecay.SparsityTarget`.

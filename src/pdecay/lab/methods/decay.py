@@ -83,7 +83,7 @@ class TargetMethod(Method):
     weight_decay: float = 0.1  # AdamW's L2
     rank: Rank = "adaptive"
     pull: float | None = None
-    end: float = 0.7  # end of the ramp, as a share of the training
+    end: float = 0.85  # end of the ramp, as a share of the training
 
     def __post_init__(self) -> None:
         if not Lp(self.p, 1.0).absorbs:

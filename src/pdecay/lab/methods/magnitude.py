@@ -41,7 +41,7 @@ class GMPMethod(Method):
     target: float = 0.9
     weight_decay: float = 0.1
     rank: Rank = "magnitude"
-    end: float = 0.7  # end of the ramp, as a share of the training
+    end: float = 0.85  # end of the ramp, as a share of the training
 
     def __post_init__(self) -> None:
         check_share("target", self.target)
