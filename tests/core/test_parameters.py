@@ -178,6 +178,7 @@ class TestByName:
             ([], ["0.weight", "2.weight"]),
         ],
     )
+    @pytest.mark.filterwarnings("ignore:.*matches no parameter")
     def test_exclude_matches_full_names(self, exclude, decayed):
         assert split(small(), exclude=exclude)[0] == decayed
 

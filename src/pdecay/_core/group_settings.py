@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from pdecay._core.auxiliary import as_plain
@@ -66,6 +67,11 @@ def write_settings(group: Group, defaults: Defaults) -> None:
 
 def groups_with_settings(params: Iterable[Any], defaults: Defaults) -> list[Group]:
     """Convert parameters, in any form that torch optimizers accept, to groups with settings."""
+    if isinstance(params, Module):
+        raise TypeError(
+            f"params must be parameters or groups, got the model itself ({type(params).__name__}); "
+            "pass model.parameters() or pdecay.param_groups(model)"
+        )
     if isinstance(params, Tensor):
         raise TypeError("params must be a list of tensors or of groups, got one tensor")
     given = list(params)

@@ -9,11 +9,8 @@ them, by value and by name.
 from __future__ import annotations
 
 import re
-import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ from torch.optim import Optimizer
 from pdecay._core.group_settings import penalty_of, scale_of
 from pdecay._core.penalty import Penalty, as_penalty
 from pdecay._core.tensors import is_tracing
+from pdecay._utils.user_warnings import warn_user
 
 _NORMS = (
     nn.modules.batchnorm._NormBase,  # batch and instance norms, including lazy and synchronised
@@ -71,6 +69,7 @@ def param_groups(
         raise TypeError(f"param_groups needs a torch.nn.Module, got {type(model).__name__}")
     penalty = as_penalty(decay)
     excluded, included = _patterns("exclude", exclude), _patterns("include", include)
+    _check_matches(model, [*excluded, *included])
     decayed: list[Tensor] = []
     not_decayed: list[Tensor] = []
     frozen: list[tuple[str, Tensor]] = []
@@ -162,26 +161,16 @@ def _warn(frozen: list[tuple[str, Tensor]]) -> None:
         return
     _warned.update(memory for _, memory in new)
     names = ", ".join(name for name, _ in new)
-    warnings.warn(
+    warn_user(
         f"these tensors are all zero and would never change, since zero is a fixed point of the "
         f"decay for p < 2: {names}. Exclude them from the decay (pdecay.param_groups does), or "
-        "initialise them differently.",
-        stacklevel=_stack_level(),
+        "initialise them differently."
     )
 
 
 def _memory(param: Tensor) -> tuple[StorageWeakRef, int, torch.Size]:
     """Return a key that is equal for the same memory as long as the memory exists."""
     return StorageWeakRef(param.untyped_storage()), int(param.storage_offset()), param.shape
-
-
-def _stack_level() -> int:
-    """Return the stacklevel with which `_warn` points at the first frame outside this package."""
-    level = 1
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("pdecay"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _patterns(name: str, patterns: Iterable[str] | str) -> list[str]:
@@ -192,6 +181,17 @@ def _patterns(name: str, patterns: Iterable[str] | str) -> list[str]:
         if not isinstance(pattern, str):
             raise TypeError(f"{name} must be a list of name patterns (strings), got {pattern!r}")
     return listed
+
+
+def _check_matches(model: nn.Module, patterns: list[str]) -> None:
+    """Warn about patterns that match no parameter, such as a misspelled name."""
+    names = [name for _, owners in owners_of(model) for name, _ in owners]
+    if unmatched := [pattern for pattern in patterns if not _matches(names, [pattern])]:
+        warn_user(
+            f"param_groups: {', '.join(map(repr, unmatched))} matches no parameter of this "
+            f"{type(model).__name__}. Patterns are compared with the full name, such as "
+            f"{names[0] if names else 'layer.weight'!r}; use * for any characters"
+        )
 
 
 def _matches(names: list[str], patterns: list[str]) -> bool:

@@ -26,6 +26,7 @@ import numpy as np
 
 from pdecay._core.arrays import namespace
 from pdecay._core.validation import check_number
+from pdecay._utils.user_warnings import warn_user
 
 Array = Any  # a numpy array, a torch tensor, or anything else that follows the array API
 
@@ -163,7 +164,15 @@ def as_penalty(decay: object) -> Penalty | None:
         TypeError: if it is neither an Lp, a sum of them, None, nor a list of [p, lam] pairs.
         ValueError: if a p or lam in it is negative or not finite.
     """
-    if decay is None or isinstance(decay, Penalty):
+    if decay is None:
+        return None
+    if isinstance(decay, Penalty):
+        for p, lam in decay.pairs():
+            if 0 < p <= 0.1 and 0.3 <= lam <= 2:
+                warn_user(
+                    f"Lp({p:g}, {lam:g}) has p = {p:g} and lam = {lam:g}. If they are swapped, "
+                    f"write Lp({lam:g}, {p:g}): p is the first argument"
+                )
         return decay
     if isinstance(decay, Sequence) and not isinstance(decay, str):
         pairs = list(decay)

@@ -140,6 +140,12 @@ class Attachment(StepHooks):
                     group.pop(key, None)
                 group.update(self._own_settings.get(index, {}))
 
+    def __repr__(self) -> str:
+        optimizer = self._optimizer()
+        name = "deleted optimizer" if optimizer is None else type(optimizer).__name__
+        state = "" if self._handles else ", detached"
+        return f"Attachment({name}, decay={self._defaults.penalty!r}, step={self.step!r}{state})"
+
     def rate(self, group: Group) -> float | Tensor:
         """Return the learning rate of the decay in this group."""
         lr = self._lr(group) if callable(self._lr) else self._lr

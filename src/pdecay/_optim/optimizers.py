@@ -28,6 +28,7 @@ from pdecay._core.group_settings import (
 )
 from pdecay._core.parameters import warn_of_frozen
 from pdecay._core.penalty import Lp, Penalty, as_penalty
+from pdecay._core.validation import check_number
 from pdecay._optim.engine import check_scalar, decay_rate
 from pdecay._optim.steps import adam_step_, sgd_step_
 
@@ -150,9 +151,9 @@ class PAdam(_Decaying, AdamW):
         super().__init__(
             groups_with_settings(params, defaults),
             check_scalar("lr", lr),
-            betas,
-            eps,
-            weight_decay,  # type: ignore[arg-type]  # AdamW accepts a tensor
+            _check_betas(betas),
+            check_number("eps", eps),
+            _check_weight_decay(weight_decay),  # type: ignore[arg-type]  # AdamW accepts a tensor
             amsgrad,
             maximize=maximize,
             foreach=foreach,
@@ -219,7 +220,7 @@ class PSGD(_Decaying, SGD):
             check_scalar("lr", lr),
             check_scalar("momentum", momentum),  # type: ignore[arg-type]  # SGD accepts a tensor
             dampening,
-            check_scalar("weight_decay", weight_decay),
+            _check_weight_decay(weight_decay),
             nesterov,
             maximize=maximize,
             foreach=foreach,
@@ -237,3 +238,17 @@ class PSGD(_Decaying, SGD):
         if group["momentum"] != 0:
             for param, buffer in zip(params, buffers, strict=True):
                 self.state[param]["momentum_buffer"] = buffer
+
+
+def _check_betas(betas: object) -> tuple[float, float]:
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(f"betas must be two numbers, such as (0.9, 0.999), got {betas!r}")
+    return betas[0], betas[1]
+
+
+def _check_weight_decay(weight_decay: float | Tensor) -> float | Tensor:
+    if isinstance(weight_decay, Penalty):
+        raise TypeError(
+            f"weight_decay is the L2 decay, a number; pass the penalty as decay={weight_decay!r}"
+        )
+    return check_scalar("weight_decay", weight_decay)

@@ -156,12 +156,40 @@ def prune_(model: nn.Module, threshold: float = 1e-13) -> nn.Module:
     """Set every weight with ``|w| < threshold`` to exactly 0.0 in place and return the model.
 
     Negative zeros become 0.0 for any threshold.
+
+    Args:
+        model: the model.
+        threshold: an absolute value, not a share of the weights.
+
+    Raises:
+        ValueError: if the weights below the threshold are not small: they hold more than half of
+            the sum of all squared weights. No weight is changed then.
     """
     _check_model("prune_", model)
     threshold = check_number("threshold", threshold)
+    if threshold > 1e-13:  # the default is always safe
+        _check_threshold(model, threshold)
     for param, _ in owners_of(model):
         param.masked_fill_((magnitude(param) < threshold) | (param == 0), 0.0)
     return model
+
+
+def _check_threshold(model: nn.Module, threshold: float) -> None:
+    weights = [magnitude(param).double() for param, _ in owners_of(model)]
+    total = sum(_total(w.square()) for w in weights)
+    small = sum(_total(w.square() * (w < threshold)) for w in weights)
+    if small > total / 2:
+        zeros = sum(_total(w < threshold) for w in weights) / sum(w.numel() for w in weights)
+        raise ValueError(
+            f"prune_: the threshold {threshold:g} is too high: {zeros:.1%} of the weights are "
+            "below it, and they hold most of the sum of squares. It is an absolute value, not a "
+            "share; to set a share of the weights to zero, train with pdecay.SparsityTarget"
+        )
+
+
+def _total(values: Tensor) -> float:
+    total = values.sum()
+    return float(total.full_tensor() if hasattr(total, "full_tensor") else total)
 
 
 def _count(

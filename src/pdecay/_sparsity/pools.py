@@ -132,7 +132,8 @@ def check_target(name: str, target: object) -> float:
     """Return a share above 0 and below 1, or raise ValueError."""
     share = check_number(name, target)
     if not 0 < share < 1:
-        raise ValueError(f"{name} must be above 0 and below 1, got {target!r}")
+        hint = f"; for {share:g} %, pass {share / 100:g}" if 1 < share < 100 else ""
+        raise ValueError(f"{name} must be above 0 and below 1, got {target!r}{hint}")
     return share
 
 

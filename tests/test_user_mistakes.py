@@ -1,0 +1,95 @@
+"""Likely mistakes of users: each is an error before anything changes, or a warning."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import pdecay
+from pdecay import Lp
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+
+
+def test_prune_with_a_share_is_an_error_and_changes_nothing():
+    model = make_model()
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=r"threshold 0\.9 is too high: 100\.0% of the weights"):
+        pdecay.prune_(model, 0.9)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_prune_removes_most_weights_if_they_are_tiny():
+    model = nn.Linear(100, 100, bias=False)
+    with torch.no_grad():
+        model.weight[5:] *= 1e-6
+    assert pdecay.sparsity(pdecay.prune_(model, 1e-4)).total > 0.94
+
+
+@pytest.mark.parametrize("weights", [0.0, 1e-20])
+def test_prune_accepts_a_model_that_is_zero(weights):
+    model = nn.Linear(4, 4)
+    for param in model.parameters():
+        nn.init.constant_(param, weights)
+    pdecay.prune_(model)
+    assert pdecay.sparsity(model, 0).total == 1
+
+
+def test_swapped_p_and_lam_warn_at_the_user_s_line():
+    with pytest.warns(UserWarning, match=r"write Lp\(0\.8, 0\.01\)") as caught:
+        pdecay.PAdam(make_model().parameters(), decay=Lp(1e-2, 0.8))
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("decay", [Lp(0, 1.0), Lp(0.05, 1e-3), Lp(0.8, 1e-2), Lp(0.8, 0.3)])
+def test_usual_penalties_do_not_warn(decay):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pdecay.PAdam(pdecay.param_groups(make_model(), decay))
+
+
+@pytest.mark.parametrize("option", ["exclude", "include"])
+def test_pattern_without_a_match_warns(option):
+    with pytest.warns(UserWarning, match=r"'embeding' matches no parameter.*such as '0\.weight'"):
+        pdecay.param_groups(make_model(), **{option: ["0.*", "embeding"]})
+
+
+def test_pattern_that_matches_a_frozen_parameter_does_not_warn():
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    pdecay.param_groups(model, exclude="0.weight")
+
+
+@pytest.mark.parametrize("optimizer", [pdecay.PAdam, pdecay.PSGD])
+def test_penalty_as_weight_decay_is_an_error(optimizer):
+    with pytest.raises(TypeError, match=r"pass the penalty as decay=Lp\(p=0\.8, lam=0\.01\)"):
+        optimizer(make_model().parameters(), weight_decay=Lp(0.8, 1e-2))
+
+
+@pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, 0.99, 0.999), "ab"])
+def test_wrong_betas_are_an_error(betas):
+    with pytest.raises(TypeError, match="betas must be two numbers"):
+        pdecay.PAdam(make_model().parameters(), betas=betas)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), make_model()])
+def test_model_instead_of_parameters_is_an_error(model):
+    with pytest.raises(TypeError, match=r"pass model\.parameters\(\) or pdecay\.param_groups"):
+        pdecay.PAdam(model)
+
+
+def test_target_in_percent_names_the_share():
+    with pytest.raises(ValueError, match=r"got 90; for 90 %, pass 0\.9"):
+        pdecay.SparsityTarget(pdecay.PAdam(make_model().parameters()), 90, 100)
+
+
+def test_handle_of_attach_shows_its_decay_and_state():
+    optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    handle = pdecay.attach(optimizer, Lp(0.8, 0.1))
+    assert repr(handle) == "Attachment(SGD, decay=Lp(p=0.8, lam=0.1), step='decay')"
+    handle.detach()
+    assert repr(handle).endswith("detached)")
