@@ -246,9 +246,10 @@ def _check_betas(betas: object) -> tuple[float, float]:
     return betas[0], betas[1]
 
 
-def _check_weight_decay(weight_decay: float | Tensor) -> float | Tensor:
+def _check_weight_decay(weight_decay: Any) -> float | Tensor:
     if isinstance(weight_decay, Penalty):
         raise TypeError(
             f"weight_decay is the L2 decay, a number; pass the penalty as decay={weight_decay!r}"
         )
-    return check_scalar("weight_decay", weight_decay)
+    checked: float | Tensor = check_scalar("weight_decay", weight_decay)
+    return checked
