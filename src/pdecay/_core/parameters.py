@@ -121,6 +121,16 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, _NORMS) or bool(_NORM_NAMES.search(type(module).__name__))
 
 
+def has_transposed_weight(module: nn.Module) -> bool:
+    """Return whether a module is a ``Conv1D`` of transformers.
+
+    It is a linear layer whose weight has one row per input. It is recognised by name, because
+    transformers may not be installed.
+    """
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
 @torch.no_grad()
 def is_zero(param: Tensor) -> bool:
     """Return whether a tensor has elements and all of them are zero; False if under tracing."""

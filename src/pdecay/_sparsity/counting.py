@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pdecay._core.group_settings import decayed_params
-from pdecay._core.parameters import decays_by_default, owners_of
+from pdecay._core.parameters import decays_by_default, has_transposed_weight, owners_of
 from pdecay._core.penalty import magnitude
 from pdecay._core.validation import check_number
 from pdecay._optim.hooks import unwrap
@@ -23,8 +23,9 @@ class LayerSparsity:
     """The zeros of one parameter.
 
     A row is a slice along the first dimension, a column a slice along the second. In the weight of
-    a linear or convolutional layer they belong to an output and an input unit. Rows and columns
-    that are all zero are dead.
+    a linear or convolutional layer they belong to an output and an input unit. The weight of a
+    ``Conv1D`` of transformers is counted as its transpose, so that rows are output units there too.
+    Rows and columns that are all zero are dead.
     """
 
     name: str
@@ -207,6 +208,8 @@ def _count(
     if is_zero.ndim >= 2 and is_zero.numel():
         rows = _all_zero(is_zero.flatten(1))
         columns = _all_zero(is_zero.transpose(0, 1).flatten(1))
+    if has_transposed_weight(module):
+        rows, columns = columns, rows
     return LayerSparsity(
         name=name,
         shape=tuple(values.shape),

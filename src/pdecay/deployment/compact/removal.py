@@ -9,6 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from pdecay._core.parameters import has_transposed_weight
 from pdecay.deployment.compact.analysis import Analysis
 from pdecay.deployment.compact.rules import Consumer, rule_for
 from pdecay.deployment.compact.trace import Trace
@@ -178,4 +179,4 @@ def _adds_bias(layer: nn.Module) -> bool:
     if isinstance(layer, known):
         # A subclass with its own forward may use the bias in another way.
         return type(layer).forward in [kind.forward for kind in known]
-    return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
+    return has_transposed_weight(layer)

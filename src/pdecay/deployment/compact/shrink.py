@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from pdecay._core.parameters import has_transposed_weight
 from pdecay.deployment.compact.removal import Removal
 from pdecay.deployment.compact.rules import rule_for
 from pdecay.deployment.compact.trace import Trace
@@ -45,14 +46,13 @@ def shrink(model: nn.Module, removal: Removal, trace: Trace, attributes: Attribu
                 setattr(module, attribute, less)
     for weight, shift in removal.bias_shifts.items():
         layer = smaller.get_submodule(weight.rpartition(".")[0])
-        # The weight of a transformers Conv1D is transposed.
-        axis = 0 if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd) else 1
+        axis = 1 if has_transposed_weight(layer) else 0
         _add_to_bias(layer, shift[kept[weight][axis]])
     counts = _counting_attributes(removal, trace, smaller)
     for (name, attribute), size in {**counts, **attributes}.items():
         setattr(smaller.get_submodule(name), attribute, size)
     for module in smaller.modules():
-        _update_sizes(module)
+        update_sizes(module)
     return smaller
 
 
@@ -100,10 +100,13 @@ def _add_to_bias(layer: nn.Module, shift: Tensor) -> None:
     layer.bias = nn.Parameter(total.to(weight), requires_grad=trained)
 
 
-def _update_sizes(module: nn.Module) -> None:
-    """Set the size attributes of torch's own layers from their weights."""
+def update_sizes(module: nn.Module) -> None:
+    """Set the size attributes of known layers from their weights."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
+    elif has_transposed_weight(module):
+        inputs, outputs = module.get_parameter("weight").shape
+        vars(module).update(nx=inputs, nf=outputs)
     elif isinstance(module, nn.modules.conv._ConvNd):
         first, second = module.weight.shape[:2]
         if module.transposed:

@@ -2,6 +2,7 @@
 
     model_io     save and load a model or a state dict
     writer       write a file, one tensor at a time
+    pretrained   folders of Hugging Face models
     reader       read and check an untrusted file, one tensor at a time
     table        the list of tensors in a sparse file
     codec        encode the positions of non-zero elements
@@ -14,7 +15,15 @@ memory is allocated for it.
 """
 
 from pdecay.deployment.files.container import FileFormatError
-from pdecay.deployment.files.model_io import load, read_metadata, save
+from pdecay.deployment.files.model_io import load, read_metadata, read_shapes, save
 from pdecay.deployment.files.save_report import SaveReport, StoredTensor
 
-__all__ = ["FileFormatError", "SaveReport", "StoredTensor", "load", "read_metadata", "save"]
+__all__ = [
+    "FileFormatError",
+    "SaveReport",
+    "StoredTensor",
+    "load",
+    "read_metadata",
+    "read_shapes",
+    "save",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,6 +22,14 @@ from pdecay.deployment.files.container import (
     short_repr,
 )
 from pdecay.deployment.files.dtypes import BY_TORCH
+from pdecay.deployment.files.pretrained import (
+    DENSE_WEIGHTS,
+    SPARSE_WEIGHTS,
+    is_pretrained_model,
+    weights_in,
+    weights_to_save,
+    write_config,
+)
 from pdecay.deployment.files.reader import FORMAT, FORMAT_VERSION, TIED, TensorFile
 from pdecay.deployment.files.save_report import SaveReport
 from pdecay.deployment.files.table import Row
@@ -43,13 +52,17 @@ def save(
 ) -> SaveReport:
     """Write a model's parameters and buffers to a file that omits the zeros.
 
+    For a model of Hugging Face transformers the path is a folder, unless it ends in
+    ``.safetensors``. The model's configuration is written next to the weights, and
+    :func:`pdecay.integrations.transformers.from_pretrained` loads the folder.
+
     All tensors of ``state_dict()`` are restored bit by bit, except that -0.0 becomes 0.0. A tensor
     with several names is stored once and stays tied. The file is complete when it appears under
     its name. Besides the model, saving takes about the memory of one tensor.
 
     Args:
         model: a model or a state dict.
-        path: the file to write. An existing file is replaced.
+        path: the file or folder to write. An existing file is replaced.
         metadata: strings to store in the file. ``"model"`` defaults to the model's class name.
         dense: write an ordinary safetensors file with all zeros, readable without pdecay.
 
@@ -68,6 +81,16 @@ def save(
         True
     """
     check_byte_order()
+    path = Path(path)
+    if isinstance(model, nn.Module) and is_pretrained_model(model):
+        if path.suffix != ".safetensors":
+            return _save_folder(model, path, metadata, dense)
+        if path.name == DENSE_WEIGHTS and not dense:
+            warnings.warn(
+                f"transformers cannot read the sparse file {path} and would initialise the model "
+                "at random: save to a folder, or pass dense=True",
+                stacklevel=2,
+            )
     state = _collect(model)
     header = {"format": "pt"} if dense else {"format": FORMAT, "format_version": FORMAT_VERSION}
     header["pdecay_version"] = pdecay.__version__
@@ -75,7 +98,7 @@ def save(
         header["model"] = f"{type(model).__module__}.{type(model).__qualname__}"
     header |= _checked_metadata(metadata or {})
     write = write_dense if dense else write_sparse
-    stored, size = write(Path(path), state, header)
+    stored, size = write(path, state, header)
     dense_nbytes = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
     return SaveReport(os.fspath(path), tuple(stored), size, dense_nbytes)
 
@@ -102,7 +125,7 @@ def load(
     The whole file is checked before memory is allocated or a weight is changed.
 
     Args:
-        path: the file to read.
+        path: the file to read, or the folder of a Hugging Face model.
         model: load the tensors into this model in place, one at a time, and convert them to its
             dtypes and devices.
         strict: raise if names are missing in the model or in the file, as in ``load_state_dict``.
@@ -123,6 +146,8 @@ def load(
         raise TypeError(f"load needs a torch.nn.Module, got {type(model).__name__}")
     if model is not None and max_bytes is not None:
         raise ValueError("max_bytes needs a load without a model: the model's shapes are the limit")
+    if os.path.isdir(path):
+        path = weights_in(path)
     with prefix_errors(path), TensorFile(path, max_bytes) as file:
         if model is None:
             file.check_memory()
@@ -140,11 +165,31 @@ def read_metadata(path: PathLike) -> dict[str, str]:
         return dict(file.metadata)
 
 
+def read_shapes(path: PathLike) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of a file by name, without reading their values."""
+    with prefix_errors(path), TensorFile(path) as file:
+        return {name: file.tensors[file.ties.get(name, name)].row.shape for name in file.names}
+
+
 def tie_key(tensor: object) -> object:
     """Return a key that is equal for tied tensors; tensors without memory are never tied."""
     if not isinstance(tensor, Tensor) or is_lazy(tensor) or not tensor.numel():
         return object()
     return memory_key(tensor) if tensor.layout == torch.strided else object()
+
+
+def _save_folder(
+    model: nn.Module, folder: Path, metadata: Mapping[str, str] | None, dense: bool
+) -> SaveReport:
+    """Write the folder of a Hugging Face model: first the weights, then the configuration."""
+    state, attributes = weights_to_save(model)
+    strings = {"model": f"{type(model).__module__}.{type(model).__qualname__}", **(metadata or {})}
+    folder.mkdir(parents=True, exist_ok=True)
+    written, other = (DENSE_WEIGHTS, SPARSE_WEIGHTS) if dense else (SPARSE_WEIGHTS, DENSE_WEIGHTS)
+    report = save(state, folder / written, metadata=strings, dense=dense)
+    (folder / other).unlink(missing_ok=True)  # weights of an earlier save
+    write_config(model, folder, attributes)
+    return report
 
 
 def _collect(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor | str]:

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pdecay._core.parameters import has_transposed_weight
 from pdecay.deployment.layers.base import SparseLayer, why_not
 from pdecay.deployment.layers.conv_plan import conv_plan
 from pdecay.deployment.layers.kernel import Call
 from pdecay.deployment.layers.row_plan import row_plan
 from pdecay.deployment.layers.shapes import Shape
 
-__all__ = ["SparseConv2d", "SparseLayer", "SparseLinear", "why_not"]
+__all__ = ["SparseConv2d", "SparseLayer", "SparseLinear", "as_linear", "why_not"]
 
 _MAX_SINGLE_ROWS = 3  # up to this many rows, a linear layer is faster row by row
 _MAX_ROWS = 128  # the most rows in one block of work
@@ -24,7 +25,8 @@ class SparseLinear(SparseLayer):
     """An ``nn.Linear`` that computes only with the non-zeros of its weight.
 
     Args:
-        layer: the dense layer; it is copied, not changed.
+        layer: the dense layer, an ``nn.Linear`` or a ``Conv1D`` of transformers; it is copied, not
+            changed.
         relu: whether to apply a ReLU to the output.
 
     Example:
@@ -38,6 +40,7 @@ class SparseLinear(SparseLayer):
     """
 
     def __init__(self, layer: nn.Linear, *, relu: bool = False) -> None:
+        layer = as_linear(layer)
         super().__init__(layer, Shape(layer.in_features, layer.out_features), relu=relu)
         self.in_features = layer.in_features
         self.out_features = layer.out_features
@@ -147,6 +150,18 @@ class SparseConv2d(SparseLayer):
         top, left, bottom, right = shape.padding
         x = functional.pad(x, (left, right, top, bottom))
         return functional.conv2d(x, weight, bias, shape.stride, 0, shape.dilation, shape.groups)
+
+
+def as_linear(layer: nn.Linear) -> nn.Linear:
+    """Return a ``Conv1D`` of transformers as an ``nn.Linear``; an ``nn.Linear`` as it is."""
+    if not has_transposed_weight(layer):
+        return layer
+    weight = layer.weight.detach().mT
+    linear = nn.Linear(1, 1, device="meta").train(layer.training)
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = layer.bias
+    return linear
 
 
 def _pair(numbers: tuple[int, ...]) -> tuple[int, int]:

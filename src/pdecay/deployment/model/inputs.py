@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class Inputs:
-    """The positional and keyword arguments of one call of a model."""
+    """The positional and keyword arguments of one call of a model.
+
+    A subclass may override `call` to run the model several times.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -21,7 +24,9 @@ class Inputs:
     @classmethod
     def of(cls, example: Any) -> Inputs:
         """Make inputs from a tensor, a tuple of arguments, or a dict of keyword arguments."""
-        if isinstance(example, Tensor):
+        if isinstance(example, cls):
+            made = example
+        elif isinstance(example, Tensor):
             made = cls((example,), {})
         elif isinstance(example, Mapping):
             names = [name for name in example if not isinstance(name, str)]
@@ -36,6 +41,12 @@ class Inputs:
             raise TypeError(
                 "example_inputs must be a tensor, a tuple of the model's arguments or a dict of "
                 f"its keyword arguments, got {type(example).__name__}"
+            )
+        given = (*made.args, *made.kwargs.values())
+        if any(type(value).__module__ == "transformers.cache_utils" for value in given):
+            raise ValueError(
+                "example_inputs has a key-value cache, which every call changes: give "
+                "pdecay.integrations.transformers.generation_example(input_ids, new_tokens)"
             )
         shapes = [tuple(tensor.shape) for tensor in made.tensors]
         if shapes and all(0 in shape for shape in shapes):
@@ -57,19 +68,24 @@ class Inputs:
         sizes = {tensor.shape[:1] for tensor in self.tensors}
         return len(sizes) == 1 and sizes != {torch.Size([])}
 
-    def call(self, model: nn.Module) -> Any:
-        """Call the model with these arguments."""
-        return model(*self.args, **self.kwargs)
+    def call(self, model: nn.Module, *, copy: bool = True) -> Any:
+        """Call the model, by default with copies: a model may change its arguments in place."""
+        given = self.copy() if copy else self
+        return model(*given.args, **given.kwargs)
 
-    def double(self) -> Inputs:
+    def copy(self) -> Self:
+        """Return these inputs with copies of all tensors."""
+        return self._map(lambda tensor: tensor.detach().clone())
+
+    def double(self) -> Self:
         """Return these inputs with floating-point tensors converted to float64."""
         return self._map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
-    def repeated(self) -> Inputs:
+    def repeated(self) -> Self:
         """Return these inputs with every tensor repeated along its first axis."""
         return self._map(lambda tensor: torch.cat([tensor, tensor]))
 
-    def other_batches(self) -> list[Inputs]:
+    def other_batches(self) -> list[Self]:
         """Return these inputs with twice the rows and, if there are several, with one row.
 
         A model's code may branch on the batch size, which one run cannot show. The list is empty
@@ -80,7 +96,7 @@ class Inputs:
         single = [self._map(lambda tensor: tensor[:1])] if len(self.tensors[0]) > 1 else []
         return [self.repeated(), *single]
 
-    def randomized(self, generator: torch.Generator) -> Inputs:
+    def randomized(self, generator: torch.Generator) -> Self:
         """Return other inputs of the same kind.
 
         Floating-point tensors get random numbers of similar scale, integer tensors a permutation
@@ -103,9 +119,9 @@ class Inputs:
 
         return self._map(randomize)
 
-    def _map(self, change: Any) -> Inputs:
+    def _map(self, change: Any) -> Self:
         args, kwargs = tree_map(
             lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf,
             (self.args, self.kwargs),
         )
-        return Inputs(args, kwargs)
+        return replace(self, args=args, kwargs=kwargs)

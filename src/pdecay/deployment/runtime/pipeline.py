@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from pdecay.deployment.compact import CompactError, compact
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer, SparseLinear
@@ -22,7 +21,7 @@ from pdecay.deployment.runtime.deploy_report import DeployedLayer, DeployReport
 from pdecay.deployment.runtime.fusion import fuse
 from pdecay.deployment.runtime.rewriting import fold_batch_norms, obstacle, with_sparse_layers
 from pdecay.deployment.runtime.timing import interleaved
-from pdecay.deployment.runtime.usage import LAYERS, InputSpec, Usage, observe_usage, record_calls
+from pdecay.deployment.runtime.usage import InputSpec, Usage, is_layer, observe_usage, record_calls
 
 __all__ = ["DeployReport", "DeployedLayer", "deploy"]
 
@@ -71,8 +70,7 @@ def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
         >>> deployed.report.layers[0].name, deployed.report.layers[0].choice in ("dense", "sparse")
         ('0', True)
     """
-    example = Inputs.of(example_inputs)
-    inputs = _CopiedInputs(example.args, example.kwargs)
+    inputs = Inputs.of(example_inputs)
     _check_deployable(model)
     smaller, notes = _compacted(model, inputs)
     given = shared_copy(model)
@@ -143,26 +141,11 @@ def _check_deployable(model: object) -> None:
         raise ValueError("the model has an attribute `report`, which deploy sets: rename it")
 
 
-class _CopiedInputs(Inputs):
-    """Inputs that are copied for each call, because a model may change them in place."""
-
-    def copy(self) -> Inputs:
-        def copied(leaf: Any) -> Any:
-            return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-        args, kwargs = tree_map(copied, (self.args, self.kwargs))
-        return Inputs(args, kwargs)
-
-    def call(self, model: nn.Module) -> Any:
-        return self.copy().call(model)
-
-
-def _compacted(model: nn.Module, inputs: _CopiedInputs) -> tuple[nn.Module, list[str]]:
+def _compacted(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, list[str]]:
     """Return the compacted model; if compaction fails, a copy of the model and a note."""
     notes = []
-    example = inputs.copy()
     try:
-        smaller = compact(model, example.kwargs or example.args)
+        smaller = compact(model, inputs.copy())
     except CompactError as error:
         try:
             smaller = copy.deepcopy(model).eval()
@@ -181,8 +164,7 @@ def _other_batch_errors(
     The models run as copies, so that the plans of sparse layers for these sizes are not kept.
     """
     errors: dict[Choice, float] = dict.fromkeys(models, 0.0)
-    for other in inputs.other_batches():
-        check = _CopiedInputs(other.args, other.kwargs)
+    for check in inputs.other_batches():
         try:
             expected = outputs(given, check)
         except Exception:  # the model takes this batch size only
@@ -201,7 +183,7 @@ def _choose_layers(
     model: nn.Module, usage: Usage, inputs: Inputs
 ) -> tuple[list[DeployedLayer], dict[nn.Module, SparseLayer]]:
     """Time each layer; return the report of all layers and the sparse layers to use."""
-    layers = {name: one for name, one in model.named_modules() if isinstance(one, LAYERS)}
+    layers = {name: one for name, one in model.named_modules() if is_layer(one)}
     rows = {name: _unmeasured(model, name, layer, usage) for name, layer in layers.items()}
     candidates: dict[nn.Module, SparseLayer] = {
         layers[name]: _sparse(layers[name]) for name, row in rows.items() if not row.why
@@ -248,7 +230,7 @@ def _unmeasured(
 
 
 def _sparse(layer: nn.Linear | nn.Conv2d) -> SparseLayer:
-    return SparseLinear(layer) if isinstance(layer, nn.Linear) else SparseConv2d(layer)
+    return SparseConv2d(layer) if isinstance(layer, nn.Conv2d) else SparseLinear(layer)
 
 
 @torch.inference_mode()
@@ -287,7 +269,7 @@ def _fused_model(
 
 @torch.inference_mode()
 def _model_times(models: Mapping[Choice, nn.Module], inputs: Inputs) -> dict[Choice, float]:
-    calls = [partial(inputs.call, one) for one in models.values()]
+    calls = [partial(inputs.call, one, copy=False) for one in models.values()]
     return dict(zip(models, interleaved(calls, rounds=11, seconds=0.5), strict=True))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torch.nn.utils.parametrize import is_parametrized
 
+from pdecay._core.parameters import has_transposed_weight
 from pdecay.deployment.layers.modules import SparseLayer, why_not
 from pdecay.deployment.model.state import shared_copy
 from pdecay.deployment.runtime.usage import LAYERS, Usage, has_hooks
@@ -17,7 +18,7 @@ from pdecay.deployment.runtime.usage import LAYERS, Usage, has_hooks
 
 def obstacle(model: nn.Module, layer: nn.Linear | nn.Conv2d, usage: Usage) -> str | None:
     """Return why a layer must not be replaced or changed; None if it may."""
-    if type(layer) not in LAYERS:
+    if type(layer) not in LAYERS and not has_transposed_weight(layer):
         return f"a {type(layer).__name__}"
     if is_parametrized(layer):
         return "parametrized"
@@ -34,8 +35,9 @@ def obstacle(model: nn.Module, layer: nn.Linear | nn.Conv2d, usage: Usage) -> st
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter is layer.weight
     ]
-    modules = {id(model.get_submodule(name.rpartition(".")[0])) for name in owners}
-    if len(modules) > 1:
+    modules = {model.get_submodule(name.rpartition(".")[0]) for name in owners}
+    # An embedding keeps the dense weight, and the output layer that is tied to it may be sparse.
+    if any(one is not layer and type(one) is not nn.Embedding for one in modules):
         return f"a weight shared by {', '.join(owners)}"
     return why_not(layer)
 

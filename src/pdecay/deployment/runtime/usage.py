@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,12 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from pdecay._core.parameters import has_transposed_weight
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import tensors_of
 
 LAYERS = (nn.Linear, nn.Conv2d)
-_TRACKED = (*LAYERS, batchnorm._BatchNorm, nn.ReLU)  # modules whose outputs are tracked
+_FOLLOWERS = (batchnorm._BatchNorm, nn.ReLU)  # modules that may become part of a layer
 # Functions that read only a tensor's shape, dtype or layout, not its values.
 _METADATA = {"size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "is_complex"}
 _METADATA |= {"ndimension", "nelement", "element_size", "storage_offset", "get_device", "__len__"}
@@ -91,6 +92,14 @@ def record_calls(model: nn.Module, inputs: Inputs) -> dict[nn.Module, list[Input
     return calls
 
 
+def is_layer(module: nn.Module) -> TypeGuard[nn.Linear | nn.Conv2d]:
+    """Return whether a module is a layer that may have a sparse form.
+
+    A ``Conv1D`` of transformers counts as an ``nn.Linear``; its weight is transposed.
+    """
+    return isinstance(module, LAYERS) or has_transposed_weight(module)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether forward hooks are registered on the module."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
@@ -114,7 +123,7 @@ class _Tracker(TorchFunctionMode):
         self.owners = {
             id(parameter): module
             for module in model.modules()
-            if isinstance(module, LAYERS)
+            if is_layer(module)
             for parameter in module.parameters(recurse=False)
         }
         self.readers: dict[nn.Module, set[str]] = {}
@@ -129,7 +138,8 @@ class _Tracker(TorchFunctionMode):
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.active.pop()
-        if isinstance(module, _TRACKED) and isinstance(output, Tensor):
+        tracked = is_layer(module) or isinstance(module, _FOLLOWERS)
+        if tracked and isinstance(output, Tensor):
             product = _Product(output, module)
             self.products.append(product)
             self.latest[id(output)] = product  # an in-place module replaces its input's product
@@ -165,7 +175,9 @@ class _Tracker(TorchFunctionMode):
             if not isinstance(leaf, Tensor):
                 continue
             owner = self.owners.get(id(leaf))
-            if owner is not None and owner is not user:
+            # A module that shares the weight does not read it from the layer.
+            shares = user is not None and any(leaf is own for own in user._parameters.values())
+            if owner is not None and not shares:
                 reader = "the model" if user is None else self.names.get(user, "") or "the model"
                 self.readers.setdefault(owner, set()).add(reader)
             if id(leaf) in self.latest:

@@ -1,0 +1,1 @@
+"""Callbacks and helpers for training frameworks. Each module needs the package of its name."""
