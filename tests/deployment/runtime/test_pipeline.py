@@ -214,12 +214,15 @@ def test_weights_used_elsewhere_stay_dense(clock):
     assert why["linear1"] == why["linear2"] == "not called on the example"  # a fused path
     assert_same(deployed, model, x)
 
+
+def test_head_tied_to_embedding_becomes_sparse(clock):
     gpt = mostly_zero(GPT(20, 16, 1, 2, 16))
-    deployed = deploy(gpt, torch.randint(20, (1, 16)))
-    (head,) = [layer for layer in deployed.report.layers if layer.name == "head"]
-    assert head.choice == "dense"
-    assert "embedding" in head.why
-    assert isinstance(deployed.layers[0].mlp.expand, SparseLinear)
+    tokens = torch.randint(20, (1, 16))
+    deployed = deploy(gpt, tokens)
+    assert isinstance(deployed.head, SparseLinear)
+    assert isinstance(deployed.embedding, nn.Embedding)
+    assert torch.equal(deployed.head.weight, deployed.embedding.weight)
+    assert_same(deployed, gpt, tokens)
 
 
 class Reads(nn.Module):
