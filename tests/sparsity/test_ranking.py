@@ -1,7 +1,4 @@
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from pdecay._sparsity import ranking
 from pdecay._sparsity.ranking import (
     count_weights,
     count_zeros,
-    group_of,
     kth_magnitude,
     zero_smallest_,
 )
@@ -178,108 +174,3 @@ def test_counts():
     assert count_zeros(tensors) == 5
     assert count_weights(tensors) == 7
     assert count_zeros([]) == 0
-    assert group_of(tensors) is None
-
-
-def test_two_ranks_rank_shards_as_the_whole(tmp_path):
-    """Run this file on each rank."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(tmp_path / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
-
-
-def _on_one_of_two_ranks(rank: int) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    from pdecay import Lp, attach, prox
-    from pdecay._sparsity.pruning import GradualMagnitudePruning, MagnitudePruning
-
-    world = dist.group.WORLD
-    generator = torch.Generator().manual_seed(3)
-    whole = [torch.randn(9, 4, generator=generator), torch.randn(5, generator=generator)]
-    whole[0][2:7] = 0.5  # ties on both ranks: 3 of these rows on rank 0, 2 on rank 1
-    cuts = [(5, 3), (0, 0)]  # rank 0 has the first rows, and none of the second tensor
-
-    def shards():
-        return [
-            w[: cut[0]].clone() if rank == 0 else w[cut[0] :].clone()
-            for w, cut in zip(whole, cuts, strict=True)
-        ]
-
-    expected = sorted_magnitudes(whole)
-    for k in (1, 8, 20, 41):
-        assert kth_magnitude(shards(), k, world) == expected[k - 1].item()
-    # One rank without tensors, the other with doubles.
-    lonely = [w.double() for w in whole] if rank == 1 else []
-    assert kth_magnitude(lonely, 8, world) == expected[7].item()
-    assert count_weights(shards(), world) == 41
-    # Exactly k are set, ties in the order of ranks.
-    at = int((expected < 0.5).sum())
-    for k in (0, at, at + 1, at + 12, at + 13, at + 20, 41):
-        mine = shards()
-        zero_smallest_(mine, k, world)
-        assert count_zeros(mine, world) == k
-        ties_of_0 = min(max(k - at, 0), 12)
-        if rank == 0 and at <= k <= at + 20:
-            assert count_zeros([mine[0][2:5]]) == ties_of_0
-
-    # The group of DTensors is found from their mesh.
-    mesh = init_device_mesh("cpu", (2,))
-    sharded = [distribute_tensor(w.clone(), mesh, [Shard(0)]) for w in whole]
-    assert group_of(sharded) is not None
-    assert kth_magnitude(sharded, 8) == expected[7].item()
-    zero_smallest_(sharded, 8)
-    assert count_zeros(sharded) == 8
-    assert sum(int((w.full_tensor() == 0).sum()) for w in sharded) == 8
-    replicated = distribute_tensor(whole[0].clone(), mesh, [Replicate()])
-    assert group_of([replicated]) is None
-    with pytest.raises(ValueError, match="cannot rank these weights together"):
-        group_of([sharded[0], replicated])
-
-    # Pruning and the proximal step give the same on sharded and on whole parameters.
-    def trained(weight, pruning):
-        param = torch.nn.Parameter(weight)
-        optimizer = torch.optim.Adam([param], lr=0.05)
-        attach(optimizer, Lp(0.8, 1e-3))
-        hook = pruning(optimizer)
-        for step in range(10):
-            param.grad = torch.sin(param.detach() * 9 + step)
-            optimizer.step()
-        value = param.detach()
-        return (value.full_tensor() if isinstance(value, DTensor) else value), hook.sparsity_now
-
-    for pruning in (
-        lambda optimizer: GradualMagnitudePruning(optimizer, 0.5, 10, every=1),
-        lambda optimizer: MagnitudePruning(optimizer, 0.4, 10, every=2),
-    ):
-        one, sparsity = trained(whole[0].clone(), pruning)
-        both, of_both = trained(distribute_tensor(whole[0].clone(), mesh, [Shard(0)]), pruning)
-        assert torch.equal(one, both)
-        assert sparsity == of_both > 0.1
-    for penalty in (Lp(0.5, 0.1), Lp(0.8, 0.1), Lp(1.5, 0.1) + Lp(1, 0.1), Lp(0.8, 1) + Lp(3, 1)):
-        step = prox.penalty_prox(penalty, sharded[0], 0.5).full_tensor()
-        torch.testing.assert_close(step, prox.penalty_prox(penalty, sharded[0].full_tensor(), 0.5))
-
-
-if __name__ == "__main__":
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2
-    )
-    _on_one_of_two_ranks(int(sys.argv[1]))
-    torch.distributed.destroy_process_group()

@@ -47,8 +47,11 @@ def write_settings(group: Group, defaults: Defaults) -> None:
     Raises:
         TypeError, ValueError: if a setting is invalid; the group is then unchanged.
     """
-    own = "decay" in group
-    penalty = as_penalty(group["decay"]) if own else defaults.penalty
+    penalty = as_penalty(group["decay"]) if "decay" in group else defaults.penalty
+    # A wrapper such as ZeroRedundancyOptimizer copies the default into the groups.
+    own = "decay" in group and not _is_default(group["decay"], defaults)
+    if penalty is not None:
+        check_not_flattened(group.get("params", ()))
     scale = group.get("decay_scale", 1.0)
     lr = group.get("decay_lr")
     one_d = group.get("decay_1d", own)
@@ -95,6 +98,17 @@ def check_not_differentiable(group: Group) -> None:
         raise ValueError(
             "p-norm weight decay is applied without gradients and does not support "
             "differentiable=True: set it to False, or detach the decay"
+        )
+
+
+def check_not_flattened(params: Iterable[Any]) -> None:
+    """Raise a ValueError for parameters of FSDP1, which have lost their shape."""
+    tensors = [param[1] if isinstance(param, tuple) else param for param in params]
+    if any(getattr(tensor, "_fsdp_flattened", False) for tensor in tensors):
+        raise ValueError(
+            "FullyShardedDataParallel (FSDP1) flattens all weights to vectors and cuts these into "
+            "shards, so matrices cannot be told from biases and nothing would decay; use "
+            "torch.distributed.fsdp.fully_shard (FSDP2), which keeps the shape of each weight"
         )
 
 
@@ -146,6 +160,12 @@ def complete_checkpoint(state_dict: dict[str, Any], groups: list[Group]) -> dict
             ) from None
         filled.append(merged)
     return {**state_dict, "param_groups": filled}
+
+
+def _is_default(decay: object, defaults: Defaults) -> bool:
+    if isinstance(decay, Penalty):
+        return decay is defaults.penalty
+    return isinstance(decay, list) and bool(decay) and as_penalty(decay) == defaults.penalty
 
 
 def _checked_scale(scale: object, params: Sequence[Any]) -> float | list[float]:

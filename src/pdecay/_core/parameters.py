@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from pdecay._core.group_settings import penalty_of, scale_of
-from pdecay._core.penalty import Penalty, as_penalty
+from pdecay._core.group_settings import check_not_flattened, penalty_of, scale_of
+from pdecay._core.penalty import Decay, as_penalty
 from pdecay._core.tensors import is_tracing
 from pdecay._utils.user_warnings import warn_user
 
@@ -43,7 +43,7 @@ _warned: set[tuple[StorageWeakRef, int, torch.Size]] = set()
 
 def param_groups(
     model: nn.Module,
-    decay: Penalty | None = None,
+    decay: Decay = None,
     exclude: Iterable[str] | str = (),
     include: Iterable[str] | str = (),
 ) -> list[dict[str, Any]]:
@@ -67,6 +67,7 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"param_groups needs a torch.nn.Module, got {type(model).__name__}")
+    check_not_flattened(model.parameters())
     penalty = as_penalty(decay)
     excluded, included = _patterns("exclude", exclude), _patterns("include", include)
     _check_matches(model, [*excluded, *included])

@@ -157,6 +157,10 @@ class Sum(Penalty):
         return " + ".join(map(repr, self.terms))
 
 
+# A penalty as configuration files and checkpoints have it, [[p, lam], ...], is accepted, too.
+Decay = Penalty | Sequence[Sequence[float]] | None
+
+
 def as_penalty(decay: object) -> Penalty | None:
     """Convert a user's or a checkpoint's decay to a penalty or None.
 

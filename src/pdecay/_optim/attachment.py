@@ -24,10 +24,10 @@ from pdecay._core.group_settings import (
     write_settings,
 )
 from pdecay._core.parameters import warn_of_frozen
-from pdecay._core.penalty import Penalty, as_penalty
+from pdecay._core.penalty import Decay, as_penalty
 from pdecay._core.validation import check_number
 from pdecay._optim.engine import decay_rate, make_batches
-from pdecay._optim.hooks import StepHooks, check_takes_hooks, find_hooks, unwrap
+from pdecay._optim.hooks import StepHooks, check_takes_hooks, find_hooks, local_optimizer, unwrap
 from pdecay.prox import penalty_prox
 
 Step = Literal["decay", "prox"]
@@ -36,7 +36,7 @@ LearningRate = float | Callable[[Group], float | Tensor] | None
 
 def attach(
     optimizer: Optimizer,
-    decay: Penalty | None,
+    decay: Decay,
     *,
     auxiliary: Auxiliary | None = None,
     lr: LearningRate = None,
@@ -102,7 +102,8 @@ def attachment_of(optimizer: Optimizer) -> Attachment | None:
 
 def is_decaying(optimizer: Optimizer) -> bool:
     """Return whether this optimizer's step applies p-norm weight decay."""
-    return getattr(optimizer, "_decays", False) or attachment_of(optimizer) is not None
+    inner = local_optimizer(optimizer)
+    return getattr(inner, "_decays", False) or any(map(attachment_of, (optimizer, inner)))
 
 
 class Attachment(StepHooks):

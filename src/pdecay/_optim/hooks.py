@@ -17,14 +17,18 @@ that the two are freed together without the garbage collector. ``detach()`` remo
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler
 from torch.optim import Optimizer
+
+from pdecay._core.parameters import is_zero
 
 T = TypeVar("T", bound="StepHooks")
 
@@ -125,6 +129,32 @@ def unwrap(optimizer: Any) -> Any:
     return optimizer
 
 
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that a ZeroRedundancyOptimizer runs on this rank; else the given one.
+
+    It holds the state of this rank's share of the parameters.
+    """
+    local = getattr(optimizer, "optim", None)
+    return local if isinstance(local, Optimizer) else optimizer
+
+
+def check_not_local(optimizer: Optimizer, caller: str) -> None:
+    """Raise a TypeError for the optimizer inside a ZeroRedundancyOptimizer.
+
+    It has only this rank's share of the weights, and before each step its settings are replaced.
+    It has no reference to the ZeroRedundancyOptimizer, so this looks at all objects.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None or not torch.distributed.is_initialized():
+        return
+    for one in gc.get_objects():
+        if issubclass(type(one), module.ZeroRedundancyOptimizer) and one.optim is optimizer:
+            raise TypeError(
+                f"{caller} got the .optim of a ZeroRedundancyOptimizer, which has only this rank's "
+                "share of the weights; pass the ZeroRedundancyOptimizer itself"
+            )
+
+
 def is_skipped(optimizer: Optimizer) -> bool:
     """Check whether a gradient scaler skips the step that is running.
 
@@ -133,6 +163,19 @@ def is_skipped(optimizer: Optimizer) -> bool:
     """
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf.item())
+
+
+def only_creates_state(optimizer: Optimizer) -> bool:
+    """Check whether the step that is running does nothing but create missing state.
+
+    torch.distributed.checkpoint runs such a step, at learning rate 0 with gradients of 0.
+    """
+    groups = optimizer.param_groups
+    lrs = [group.get("lr") for group in groups]
+    if any(lr is None or (isinstance(lr, Tensor) and not lr.is_cpu) or lr for lr in lrs):
+        return False
+    grads = [param.grad for group in groups for param in group["params"] if param.grad is not None]
+    return all(is_zero(grad) or not grad.numel() for grad in grads)
 
 
 def check_takes_hooks(optimizer: object, caller: str) -> None:

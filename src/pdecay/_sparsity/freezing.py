@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from pdecay._core.group_settings import Group, decayed_params
 from pdecay._core.penalty import as_penalty
 from pdecay._optim.attachment import attachment_of, is_decaying
-from pdecay._optim.hooks import unwrap
+from pdecay._optim.hooks import check_not_local, unwrap
 
 # Too small to change a nonzero weight, and large enough to stay above 0 in single precision.
 HOLD = 1e-30
@@ -29,7 +29,15 @@ def freeze_zeros(optimizer: Optimizer | Sequence[Optimizer]) -> None:
         optimizer: a PAdam, a PSGD, or any optimizer that ``pdecay.attach`` was called on, with
             some p < 2; or a list of them.
     """
-    for one in decaying_list(optimizer, "freeze_zeros"):
+    optimizers = decaying_list(optimizer, "freeze_zeros")
+    for one in optimizers:
+        check_not_local(one, "freeze_zeros")
+    hold_zeros(optimizers)
+
+
+def hold_zeros(optimizers: Sequence[Optimizer]) -> None:
+    """Keep zeros at zero in optimizers that were checked before."""
+    for one in optimizers:
         for group in zero_keeping_groups(one, "freeze_zeros"):
             group["decay_scale"] = HOLD
 

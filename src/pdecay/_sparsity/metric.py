@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pdecay._optim.hooks import local_optimizer
+
 Rank = Literal["adaptive", "magnitude"]
 
 _KEYS = ("exp_avg_sq", "square_avg", "squared_gradient")  # Adam; RMSprop, Adadelta; ours
@@ -41,10 +43,14 @@ def check_rank(rank: str) -> None:
 @torch.no_grad()
 def adaptive_scores(param: Tensor, optimizer: Optimizer) -> Tensor:
     """Return ``|w| * v^(1/4)``, exactly 0 for zero weights."""
-    squares = _squares(param, optimizer)
+    local = local_optimizer(optimizer)
+    squares = _squares(param, local)
     magnitude: Tensor = param.abs()
     if magnitude.dtype != torch.float64:
         magnitude = magnitude.float()
+    if local is not optimizer:  # ZeroRedundancyOptimizer: one rank has the state, the others 0
+        squares = torch.zeros_like(param) if squares is None else squares.to(param.dtype).clone()
+        torch.distributed.all_reduce(squares, group=optimizer.process_group)  # type: ignore[attr-defined]
     if squares is None:
         return magnitude.mul(_SMALLEST_SQUARE**0.25)
     if squares.is_complex():  # Adam treats a complex weight as two real ones
@@ -60,25 +66,22 @@ def update_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
 
     Call it after the optimizer's step: many optimizers initialise their state only if it is empty.
     """
+    local = local_optimizer(optimizer)
+    if local is not optimizer:  # the state of a parameter is on one rank
+        own = {param for group in local.param_groups for param in group["params"]}
+        params = [param for param in params if param in own]
     for param in params:
         if param.grad is None or param.grad.is_sparse:
             continue
-        squares = _squares(param, optimizer)
+        squares = _squares(param, local)
         if squares is None:
             squares = torch.zeros_like(param.grad.abs(), dtype=torch.float32)
-            optimizer.state[param][_OWN] = squares
-        elif optimizer.state[param].get(_OWN) is not squares:
+            local.state[param][_OWN] = squares
+        elif local.state[param].get(_OWN) is not squares:
             continue
         square = param.grad.abs().float().square_()
         if torch.isfinite(square).all():  # one infinite gradient would make the mean infinite
             squares.lerp_(square, 1 - _BETA)
-
-
-def drop_squares(optimizer: Optimizer) -> None:
-    """Delete the running means that :func:`update_squares` made."""
-    for state in optimizer.state.values():
-        if isinstance(state, dict):
-            state.pop(_OWN, None)
 
 
 def _squares(param: Tensor, optimizer: Optimizer) -> Tensor | None:

@@ -19,15 +19,10 @@ from torch.optim import Optimizer
 from pdecay._core.penalty import magnitude
 from pdecay._core.ramp import cubic_ramp, linear_ramp
 from pdecay._core.validation import check_count, check_number
-from pdecay._optim.hooks import StepHooks, is_skipped, unwrap
+from pdecay._optim.hooks import StepHooks, is_skipped, only_creates_state, unwrap
 from pdecay._sparsity.metric import Rank, adaptive_scores, check_rank, update_squares
-from pdecay._sparsity.ranking import (
-    count_weights,
-    count_zeros,
-    group_of,
-    local_part,
-    zero_smallest_,
-)
+from pdecay._sparsity.ranking import count_weights, count_zeros, zero_smallest_
+from pdecay._sparsity.shards import local_part
 
 
 class _Pruning(StepHooks):
@@ -89,7 +84,7 @@ class _Pruning(StepHooks):
 
     def after_step(self) -> None:
         """Count the step and prune."""
-        if not is_skipped(self.optimizer):
+        if not is_skipped(self.optimizer) and not only_creates_state(self.optimizer):
             self.last_step += 1
             self._prune()
 
@@ -236,7 +231,6 @@ class GradualMagnitudePruning(_Pruning):
         if not self.start < self.end <= 1:
             raise ValueError(f"start < end <= 1 must hold, got start={start!r}, end={end!r}")
         super().__init__(optimizer, total_steps, every, params)
-        group_of(self.params)  # raise now if the weights cannot be ranked together
         self._zeros: list[tuple[Tensor, Tensor]] = []
 
     def sparsity_at(self, step: int) -> float:

@@ -46,13 +46,19 @@ from pdecay._core.ramp import cubic_ramp
 from pdecay._core.validation import check_count, check_number
 from pdecay._optim.attachment import attachment_of
 from pdecay._optim.engine import decay_rate
-from pdecay._optim.hooks import StepHooks, find_hooks, is_skipped
-from pdecay._sparsity.freezing import HOLD, decaying_list, freeze_zeros, zero_keeping_groups
+from pdecay._optim.hooks import (
+    StepHooks,
+    check_not_local,
+    find_hooks,
+    is_skipped,
+    local_optimizer,
+    only_creates_state,
+)
+from pdecay._sparsity.freezing import HOLD, decaying_list, hold_zeros, zero_keeping_groups
 from pdecay._sparsity.metric import (
     Rank,
     adaptive_scores,
     check_rank,
-    drop_squares,
     update_squares,
 )
 from pdecay._sparsity.pools import (
@@ -63,13 +69,8 @@ from pdecay._sparsity.pools import (
     make_pools,
     steered,
 )
-from pdecay._sparsity.ranking import (
-    count_zeros,
-    group_of,
-    kth_magnitude,
-    local_part,
-    zero_smallest_,
-)
+from pdecay._sparsity.probing import Probes
+from pdecay._sparsity.ranking import count_zeros, kth_magnitude, zero_smallest_
 
 _STAGES = 200  # updates of the scale along the ramp: ranking all weights each step would be slow
 _LAG = 0.1  # share of the ramp that a pulled weight has to shrink before it is set to zero
@@ -77,7 +78,6 @@ _PULL: dict[Rank, float] = {"adaptive": 0.0, "magnitude": 1.0}
 # From p = 1 on, larger weights are pulled at least as hard as those at tau, and the full pull would
 # remove them too.
 _SHARE_FROM_1_ON = 0.3
-_PROBED_ROWS = 8  # rows of each tensor that the size of the update is measured on
 _STATE = ("target_step", "target_update", "target_magnitude")
 _KEYS = ("target_sparsity", *_STATE, "target_initial")
 
@@ -130,6 +130,7 @@ class SparsityTarget:
     ) -> None:
         self._hooks = [_Hooks(one, self) for one in decaying_list(optimizer, "SparsityTarget")]
         for one in self.optimizers:
+            check_not_local(one, "SparsityTarget")
             zero_keeping_groups(one, "SparsityTarget")
             if target_of(one) is not None:
                 raise ValueError("the optimizer has a SparsityTarget already; detach() it first")
@@ -143,14 +144,23 @@ class SparsityTarget:
         check_rank(rank)
         self.rank: Rank = rank
         self.pull = _PULL[rank] if pull is None else check_number("pull", pull)
+        self._by_layer = bool(per_layer) or bool(self.floor)
         self._begin = int(start * total_steps)
         self._end = max(self._begin + 1, round(end * total_steps))
         self._every = max(1, (self._end - self._begin) // _STAGES)
         check_per_layer(per_layer, self._groups())
         self._stepped: set[Optimizer] = set()  # the optimizers that took the current step
-        self._before: dict[Optimizer, list[Tensor]] = {}  # probed weights before the step
-        self._moved = torch.zeros(3, dtype=torch.float64)
-        self._warned = False
+        self._probes = Probes()
+        self._warned = self._warned_of_non_finite = False
+        if (
+            self.pull
+            and self._by_layer
+            and any(one is not local_optimizer(one) for one in self.optimizers)
+        ):
+            raise ValueError(
+                "per_layer or floor with a pull gives each parameter its own decay_scale, which "
+                "ZeroRedundancyOptimizer cannot pass on; use pull=0"
+            )
         pools = self._pools()
         if not pools:
             raise ValueError(
@@ -270,8 +280,7 @@ class SparsityTarget:
     def complete_checkpoint(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of an optimizer's checkpoint that has a state of this target."""
         self._stepped.clear()
-        self._before.clear()
-        self._moved.zero_()
+        self._probes.clear()
         groups = [dict(group) for group in state_dict["param_groups"]]
         self._complete_state(groups)
         return {**state_dict, "param_groups": groups}
@@ -286,20 +295,19 @@ class SparsityTarget:
         # Without a pull, the measurement only finds out whether the step was finite.
         step = self.last_step + 1
         if self._is_stage(step) or (self.pull and self._begin <= step <= self._end):
-            self._before[optimizer] = [probe.clone() for probe in _probes(optimizer)]
+            self._probes.before_step(optimizer, _steered_params(optimizer))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Measure the step, and advance once all optimizers took theirs."""
         if is_skipped(optimizer):
-            self._before.pop(optimizer, None)
+            self._probes.skip_step(optimizer)
             return
-        for before, now in zip(self._before.pop(optimizer, ()), _probes(optimizer), strict=False):
-            alive = now != 0
-            self._moved[0] += (now - before)[alive].abs().double().square().sum().cpu()
-            self._moved[1] += alive.sum().cpu()
-            self._moved[2] += now.abs().double().sum().cpu()
         if self.rank == "adaptive" and self.last_step < self._end:
             update_squares(_steered_params(optimizer), optimizer)
+        if only_creates_state(optimizer):
+            self._probes.skip_step(optimizer)
+            return
+        self._probes.after_step(optimizer, _steered_params(optimizer))
         self._stepped.add(optimizer)
         if len(self._stepped) == len(self.optimizers):
             self._advance()
@@ -315,16 +323,14 @@ class SparsityTarget:
         finite = self._measure_update()
         if step == self._end:
             self._zero_smallest(1.0)
-            freeze_zeros(self.optimizers)
-            for optimizer in self.optimizers:
-                drop_squares(optimizer)
+            hold_zeros(self.optimizers)
         elif finite and self._is_stage(step):
             lag = _LAG * (self._end - self._begin) if self.pull else 0
             self._zero_smallest(cubic_ramp(int(step - lag), self._begin, self._end))
             if self.pull:
                 self._set_scales(cubic_ramp(step, self._begin, self._end))
             else:
-                freeze_zeros(self.optimizers)
+                hold_zeros(self.optimizers)
 
     def _is_stage(self, step: int) -> bool:
         """Check whether weights are ranked after this step."""
@@ -341,13 +347,9 @@ class SparsityTarget:
 
     def _measure_update(self) -> bool:
         """Update the running measurements; return False and keep them after a non-finite step."""
-        moved, self._moved = self._moved, torch.zeros(3, dtype=torch.float64)
-        pools = self._pools()
-        processes = group_of(pools[0].params) if pools else None
-        if processes is not None:
-            torch.distributed.all_reduce(moved, group=processes)
-        squares, alive, magnitudes = moved.tolist()
+        squares, alive, magnitudes = self._probes.take()
         if not math.isfinite(squares) or not math.isfinite(magnitudes):
+            self._warn_of_non_finite()
             return False
         if not alive:
             return True
@@ -359,22 +361,34 @@ class SparsityTarget:
         )
         return True
 
+    def _warn_of_non_finite(self) -> None:
+        if self._warned_of_non_finite:
+            return
+        self._warned_of_non_finite = True
+        half = any(param.dtype == torch.float16 for pool in self._pools() for param in pool.params)
+        cause = (
+            "In float16, squared gradients below 6e-8 are zero, and Adam divides by them; keep "
+            "float32 weights and use autocast (Lightning: '16-mixed' instead of '16-true')"
+            if half
+            else "Load the last good checkpoint; lower lr or clip the gradients"
+        )
+        warnings.warn(
+            f"SparsityTarget: weights are infinite or NaN after step {self.last_step}. {cause}",
+            stacklevel=2,
+        )
+
     # Ranking
 
     def _zero_smallest(self, progress: float) -> None:
         """Set as many weights to zero as the ramp asks for."""
-        for pool in self._pools():
-            for params, count in pool.split(progress, self.floor, self._scores):
-                zero_smallest_(params, count, scores=[self._scores(param) for param in params])
+        owners = {param: one for one in self.optimizers for param in _steered_params(one)}
 
-    def _scores(self, param: Tensor) -> Tensor:
-        """Return the scores by which the weights of a tensor are ranked."""
-        if self.rank == "magnitude":
-            return param
-        # An optimizer without a state of this parameter gives it the lowest scores.
-        optimizers = self.optimizers
-        owner = next((one for one in optimizers if param in one.state), optimizers[0])
-        return adaptive_scores(param, owner)
+        def scores(param: Tensor) -> Tensor:
+            return param if self.rank == "magnitude" else adaptive_scores(param, owners[param])
+
+        for pool in self._pools():
+            for params, count in pool.split(progress, self.floor, scores):
+                zero_smallest_(params, count, scores=[scores(param) for param in params])
 
     def _set_scales(self, progress: float) -> None:
         """Set the scale at which a weight at its pool's tau shrinks at the given speed."""
@@ -389,8 +403,7 @@ class SparsityTarget:
                     self._scale_for(group, taus[param], optimizer) if param in taus else HOLD
                     for param in group["params"]
                 ]
-                by_layer = bool(self.per_layer) or bool(self.floor)
-                group["decay_scale"] = scales if by_layer else max(scales)
+                group["decay_scale"] = scales if self._by_layer else max(scales)
 
     def _scale_for(self, group: Group, tau: float, optimizer: Optimizer) -> float:
         penalty = as_penalty(group["decay"])
@@ -428,13 +441,6 @@ class _Hooks(StepHooks):
 
     def before_load_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return self.target.complete_checkpoint(state_dict)
-
-
-def _probes(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield a few rows of each steered tensor."""
-    for param in _steered_params(optimizer):
-        tensor = torch.atleast_1d(local_part(param).detach())
-        yield tensor[:: max(1, len(tensor) // _PROBED_ROWS)]
 
 
 def _steered_params(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -1,0 +1,405 @@
+"""Checks that run on each of four processes: ``checks.py RANK WORLD FOLDER [NAME ...]``.
+
+All ranks see the same batch, so that averaged gradients are equal to those of one process to the
+last bit: mean values over two or four equal numbers are exact.
+"""
+
+import faulthandler
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from pdecay import (
+    PSGD,
+    GradualMagnitudePruning,
+    Lp,
+    MagnitudePruning,
+    PAdam,
+    SparsityTarget,
+    attach,
+    doctor,
+    freeze_zeros,
+    param_groups,
+    prox,
+    sparsity,
+)
+from pdecay._sparsity.ranking import count_zeros, kth_magnitude, zero_smallest_
+from pdecay._sparsity.shards import global_index
+
+STEPS = 14
+DECAY = Lp(0.8, 1.0)
+SIZE = 12 * 20 + 20 * 8 + 8 * 6  # decayed weights of the model
+
+
+def build(dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 8), nn.ReLU())
+    return model.append(nn.Linear(8, 6)).to(dtype)
+
+
+def padam(model):
+    return PAdam(param_groups(model), lr=1e-2, decay=DECAY)
+
+
+def psgd(model):
+    return PSGD(param_groups(model), lr=0.1, momentum=0.9, decay=DECAY)
+
+
+def attached(model):
+    optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2, weight_decay=0)
+    attach(optimizer, DECAY)
+    return optimizer
+
+
+def over_ranks(model):
+    return getattr(model, "process_group", None)  # of DDP
+
+
+def zero(model):
+    options = {"lr": 1e-2, "decay": DECAY, "process_group": over_ranks(model)}
+    return ZeroRedundancyOptimizer(param_groups(model), PAdam, **options)
+
+
+def zero_sgd(model):
+    options = {"lr": 0.1, "momentum": 0.9, "decay": DECAY, "process_group": over_ranks(model)}
+    return ZeroRedundancyOptimizer(model.parameters(), PSGD, **options)
+
+
+def zero_attached(model):
+    options = {"lr": 1e-2, "weight_decay": 0.0, "process_group": over_ranks(model)}
+    optimizer = ZeroRedundancyOptimizer(param_groups(model), torch.optim.AdamW, **options)
+    attach(optimizer, DECAY)
+    return optimizer
+
+
+def train(model, optimizer, steps=STEPS, start=0):
+    dtype = next(model.parameters()).dtype
+    for step in range(start, steps):
+        torch.manual_seed(step)
+        x = torch.randn(8, 12, dtype=dtype)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, :6].argmax(1)).backward()
+        optimizer.step()
+
+
+def whole(model):
+    return [
+        param.full_tensor() if isinstance(param, DTensor) else param.detach().clone()
+        for param in model.parameters()
+    ]
+
+
+def assert_equal(model, other, tolerance=0.0):
+    for a, b in zip(whole(model), whole(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+        assert torch.equal(a == 0, b == 0)
+
+
+def assert_equal_on_all_ranks(number):
+    numbers = [None] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    assert len(set(numbers)) == 1, numbers
+
+
+def zeros(model):
+    return sum(int((param == 0).sum()) for param in whole(model) if param.ndim >= 2)
+
+
+# How a model is spread over the ranks: two of them, all four, or a 2 x 2 mesh.
+
+
+def pair():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "pair"))["pair"]
+
+
+def all_four():
+    return init_device_mesh("cpu", (4,))
+
+
+def ddp_2(model):
+    return DistributedDataParallel(model, process_group=pair().get_group())
+
+
+def ddp_4(model):
+    return DistributedDataParallel(model)
+
+
+def fsdp_2(model):
+    return fully_shard(model, mesh=pair())
+
+
+def fsdp_4(model):
+    fully_shard(model[0], mesh=all_four())
+    return fully_shard(model, mesh=all_four())
+
+
+def hsdp(model):
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+
+
+PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}  # the last layer is not sharded
+
+
+def tp_2(model):
+    return parallelize_module(model, pair(), PLAN)
+
+
+def tp_4(model):
+    return parallelize_module(model, all_four(), PLAN)
+
+
+def fsdp_tp(model):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], PLAN)
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+# Checks
+
+
+def check_ranking(folder):
+    """Shards of any kind are ranked as the whole, ties included."""
+    mesh, square = all_four(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(9, 4, generator=generator) for _ in range(3)]
+    tensors += [torch.randn(5, generator=generator), torch.randn(3, 7, generator=generator)]
+    tensors[1][2:7] = 0.5  # ties on several ranks
+    tensors[2][:, 1] = -0.5
+    layouts = [(mesh, [Shard(0)]), (mesh, [Shard(1)]), (square, [Shard(0), Shard(1)])]
+    layouts += [(square, [Replicate(), Shard(0)])]
+
+    def spread():
+        sharded = [
+            distribute_tensor(tensor.clone(), *layout)
+            for tensor, layout in zip(tensors, layouts, strict=False)
+        ]
+        with torch.no_grad():  # FSDP of a tensor-parallel weight
+            linear = nn.Linear(7, 3, bias=False)
+            linear.weight.copy_(tensors[4])
+        parallelize_module(linear, square["tp"], ColwiseParallel())
+        fully_shard(linear, mesh=square["dp"])
+        return [*sharded, linear.weight]
+
+    assert "Strided" in str(spread()[4].placements)
+    for tensor, sharded in zip(tensors, spread(), strict=True):
+        local = tensor
+        for dim in range(tensor.ndim):
+            local = local.index_select(dim, global_index(sharded, dim))
+        assert torch.equal(local, sharded.to_local())
+    size = sum(tensor.numel() for tensor in tensors)
+    below = sum(int((tensor.abs() < 0.5).sum()) for tensor in tensors)
+    for k in (1, 8, below, below + 1, below + 7, below + 20, below + 23, below + 29, size):
+        alone, together = [tensor.clone() for tensor in tensors], spread()
+        assert kth_magnitude(together, k) == kth_magnitude(alone, k)
+        zero_smallest_(alone, k)
+        zero_smallest_(together, k)
+        for a, b in zip(alone, together, strict=True):
+            assert torch.equal(a, b.full_tensor())
+        assert count_zeros(together) == k
+
+
+def check_pruning_and_prox(folder):
+    """Pruning and the proximal step give the same on sharded and on whole parameters."""
+    mesh = all_four()
+    torch.manual_seed(1)
+    weight = torch.randn(9, 4)
+
+    def trained(weight, pruning):
+        param = nn.Parameter(weight)
+        optimizer = torch.optim.Adam([param], lr=0.05)
+        attach(optimizer, Lp(0.8, 1e-3))
+        hook = pruning(optimizer)
+        for step in range(10):
+            param.grad = torch.sin(param.detach() * 9 + step)
+            optimizer.step()
+        value = param.detach()
+        return (value.full_tensor() if isinstance(value, DTensor) else value), hook.sparsity_now
+
+    for pruning in (
+        lambda optimizer: GradualMagnitudePruning(optimizer, 0.5, 10, every=1),
+        lambda optimizer: MagnitudePruning(optimizer, 0.4, 10, every=2),
+    ):
+        one, share = trained(weight.clone(), pruning)
+        both, of_both = trained(distribute_tensor(weight.clone(), mesh, [Shard(0)]), pruning)
+        assert torch.equal(one, both)
+        assert share == of_both > 0.1
+    sharded = distribute_tensor(weight, mesh, [Shard(0)])
+    for penalty in (Lp(0.5, 0.1), Lp(0.8, 0.1), Lp(1.5, 0.1) + Lp(1, 0.1), Lp(0.8, 1) + Lp(3, 1)):
+        step = prox.penalty_prox(penalty, sharded, 0.5).full_tensor()
+        torch.testing.assert_close(step, prox.penalty_prox(penalty, weight, 0.5))
+
+
+# The optimizer of one process for that of many.
+ALONE = {zero: padam, zero_attached: attached, zero_sgd: psgd}
+CASES = [
+    (ddp_4, attached, {"rank": "magnitude", "floor": 0.1}),
+    (fsdp_2, padam, {"pull": 0.5, "floor": 0.1}),
+    (fsdp_2, psgd, {}),
+    (fsdp_4, padam, {"per_layer": True}),
+    (hsdp, padam, {"floor": 0.1}),
+    (tp_2, padam, {}),
+    (tp_4, attached, {"rank": "magnitude", "floor": 0.1}),
+    (fsdp_tp, padam, {"pull": 0.5}),
+    (ddp_4, zero, {"pull": 0.5}),
+    (ddp_4, zero_sgd, {"floor": 0.1}),
+    (ddp_2, zero_attached, {}),
+]
+
+
+def check_training(folder):
+    """The same weights and the same sparsity, however the model is spread."""
+    for spread, make, options in CASES:
+        splits_products = spread in (tp_2, tp_4, fsdp_tp)
+        dtype = torch.float64 if splits_products else torch.float32
+        alone, model = build(dtype), spread(build(dtype))
+        start = time.perf_counter()
+        optimizer, together = ALONE.get(make, make)(alone), make(model)
+        SparsityTarget(optimizer, 0.75, STEPS, **options)
+        target = SparsityTarget(together, 0.75, STEPS, **options)
+        train(alone, optimizer)
+        train(model, together)
+        name = f"{spread.__name__}, {make.__name__}, {options}"
+        try:
+            assert_equal(model, alone, 1e-6 if splits_products or "pull" in options else 0.0)
+            share = target.sparsity
+            assert share == sparsity(model).total == zeros(alone) / SIZE
+            assert abs(share - 0.75) < 0.003
+            assert_equal_on_all_ranks(share)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        print(f"  {name}: {time.perf_counter() - start:.1f} s")
+
+
+def check_zero(folder):
+    """ZeRO with bare parameters decays no biases; a checkpoint continues the ramp exactly."""
+    alone, model = build(), ddp_4(build())
+    optimizer, together = (
+        padam(alone),
+        ZeroRedundancyOptimizer(model.parameters(), PAdam, lr=1e-2, decay=DECAY),
+    )
+    train(alone, optimizer, 5)
+    train(model, together, 5)
+    assert_equal(model, alone)
+    assert all(group["decay_1d"] is False for group in together.param_groups)
+    assert doctor(model, together) == []
+    for refused in (SparsityTarget, freeze_zeros):
+        with pytest.raises(TypeError, match="pass the ZeroRedundancyOptimizer itself"):
+            refused(together.optim, *((0.5, 10) if refused is SparsityTarget else ()))
+    with pytest.raises(ValueError, match="use pull=0"):
+        SparsityTarget(together, 0.5, 10, pull=1.0, per_layer=True)
+
+    model, resumed = ddp_4(build()), ddp_4(build())
+    whole_run, again = zero(model), zero(resumed)
+    SparsityTarget(whole_run, 0.75, STEPS)
+    target = SparsityTarget(again, 0.75, STEPS)
+    train(model, whole_run, 6)
+    whole_run.consolidate_state_dict(to=0)
+    state = [whole_run.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(state)
+    resumed.load_state_dict(model.state_dict())
+    again.load_state_dict(state[0])
+    assert target.last_step == 6
+    train(model, whole_run, start=6)
+    train(resumed, again, start=6)
+    assert_equal(resumed, model)
+
+
+def check_fsdp1(folder):
+    """FSDP1 is refused, with the reason."""
+    for original in (True, False):
+        model = FullyShardedDataParallel(
+            build(), device_id=torch.device("cpu"), use_orig_params=original
+        )
+        adam = torch.optim.Adam(model.parameters())
+        for refused in (
+            lambda: PAdam(model.parameters()),  # noqa: B023
+            lambda: PAdam(model.named_parameters()),  # noqa: B023
+            lambda: param_groups(model),  # noqa: B023
+            lambda: attach(adam, DECAY),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match=r"FSDP1.*fully_shard"):
+                refused()
+
+
+def check_distributed_checkpoint(folder):
+    """A checkpoint of four ranks continues exactly on two ranks and on one."""
+    for make, stop in ((padam, 6), (psgd, 13)):  # the ramp ends after step 12
+        model = fsdp_4(build())
+        optimizer = make(model)
+        target = SparsityTarget(optimizer, 0.75, STEPS)
+        get_optimizer_state_dict(model, optimizer)  # runs a step to create the state
+        assert target.last_step == 0
+        train(model, optimizer, stop)
+        path = folder / f"{make.__name__}{stop}"
+        dcp.save(_state(model, optimizer), checkpoint_id=path)
+        train(model, optimizer, start=stop)
+        for spread in (fsdp_2, None):
+            resumed = spread(build()) if spread else build()
+            again = make(resumed)
+            target = SparsityTarget(again, 0.75, STEPS)
+            state = _state(resumed, again)
+            dcp.load(state, checkpoint_id=path, no_dist=spread is None)
+            set_model_state_dict(resumed, state["model"])
+            set_optimizer_state_dict(resumed, again, state["optimizer"])
+            assert target.last_step == stop
+            train(resumed, again, start=stop)
+            assert_equal(resumed, model)
+
+
+def _state(model, optimizer):
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def main(rank, world, folder, *names):
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(230, exit=True)  # show where a rank waits
+    dist.init_process_group(
+        "gloo",
+        f"file://{folder}/store",
+        rank=int(rank),
+        world_size=int(world),
+        timeout=timedelta(seconds=60),  # fail instead of waiting forever for a missing rank
+    )
+    failed = False
+    for name, check in list(globals().items()):
+        if name.startswith("check_") and (not names or name in names):
+            start = time.perf_counter()
+            try:
+                check(Path(folder))
+            except Exception:
+                failed = True
+                print(f"rank {rank}, {name}:\n{traceback.format_exc()}", flush=True)
+                dist.barrier()
+            print(f"rank {rank}, {name}: {time.perf_counter() - start:.1f} s", flush=True)
+    dist.destroy_process_group()
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
