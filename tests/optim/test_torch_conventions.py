@@ -374,6 +374,35 @@ class TestTracing:
         for ours, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("build", [padam, psgd])
+    def test_compiled_training_step_is_one_graph(self, build):
+        """The forward pass, the gradients and the step compile to one graph and run fused."""
+        torch._dynamo.reset()
+        model, expected_model = linear(), linear()
+        options = {"lr": 0.01, "foreach": True}
+        optimizer, expected = (build(m.parameters(), **options) for m in (model, expected_model))
+        params = list(model.parameters())
+        x = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+        def train_step(x):
+            loss = model(x).square().sum()
+            for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+                param.grad = grad
+            optimizer.step()
+            return loss.detach()
+
+        train(expected_model, expected, 1)
+        model(x).square().sum().backward()
+        optimizer.step()  # create the state outside of the graph
+        with torch._dynamo.config.patch(trace_autograd_ops=True):
+            compiled = torch.compile(train_step, fullgraph=True)
+            for _ in range(3):
+                compiled(x)
+                train(expected_model, expected, 1)
+        for ours, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
 
 class TestTensorHyperparameters:
     @pytest.mark.parametrize("fused", [None, False])

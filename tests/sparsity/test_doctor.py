@@ -149,7 +149,13 @@ def test_reports_non_finite_and_half_precision_weights():
     model[0].weight.data[0, 0] = float("nan")
     assert "0.weight" in the_finding(model, PAdam(model.parameters()), "not finite").message
     model = small_model().to(torch.bfloat16)
-    assert the_finding(model, PAdam(model.parameters()), "half precision").level == "hint"
+    assert the_finding(model, PAdam(model.parameters()), "bfloat16, where").level == "hint"
+    rounded = PAdam(model.parameters(), stochastic_rounding=True)
+    assert not [finding for finding in doctor(model, rounded) if "bfloat16" in finding.message]
+    model = small_model().half()
+    finding = the_finding(model, PAdam(model.parameters()), "float16, where squared gradients")
+    assert finding.level == "warning"
+    assert "16-mixed" in finding.cure
 
 
 def test_sorts_errors_first_and_gives_cures():

@@ -27,9 +27,10 @@ from pdecay._core.group_settings import (
     groups_with_settings,
 )
 from pdecay._core.parameters import warn_of_frozen
-from pdecay._core.penalty import Lp, Penalty, as_penalty
+from pdecay._core.penalty import Decay, Lp, Penalty, as_penalty
 from pdecay._core.validation import check_number
 from pdecay._optim.engine import check_scalar, decay_rate
+from pdecay._optim.rounding import State, Streams, run_rounded
 from pdecay._optim.steps import adam_step_, sgd_step_
 
 _DEFAULT_DECAY = Lp(1, 1e-2)
@@ -86,14 +87,22 @@ class _Decaying(Optimizer):
         penalty = as_penalty(self.defaults.get("decay"))
         return Defaults(penalty, self.defaults.get("decay_auxiliary", []))
 
-    def _finish_init(self, defaults: Defaults, fused: bool | None, foreach: bool | None) -> None:
+    def _finish_init(
+        self,
+        defaults: Defaults,
+        fused: bool | None,
+        foreach: bool | None,
+        stochastic_rounding: bool,
+    ) -> None:
         if fused and foreach:
             raise ValueError("fused and foreach cannot both be True; set at most one of them")
         # Not passed to torch's constructor: it would reject tensors that torch's own fused kernels
         # do not support, and would tell gradient scalers to leave the unscaling to the optimizer.
         self.defaults["fused"] = fused
+        self.defaults["stochastic_rounding"] = stochastic_rounding
         for group in self.param_groups:
             group["fused"] = fused if group.get("fused") is None else group["fused"]
+            group.setdefault("stochastic_rounding", stochastic_rounding)
         self.defaults["decay"] = defaults.penalty.pairs() if defaults.penalty else []
         self.defaults["decay_auxiliary"] = defaults.auxiliary
         warn_of_frozen(self)
@@ -116,9 +125,12 @@ class PAdam(_Decaying, AdamW):
             devices; the relative error of its powers is below 1e-5 (2e-6 * p for p > 5). None uses
             the C kernel if it is available and `foreach` is not given. False for torch's own
             operations.
-        decay: the penalty, :class:`Lp` or a sum of them; None for plain AdamW.
+        decay: the penalty, :class:`Lp` or a sum of them; None for plain AdamW. A list of [p, lam]
+            pairs, as in configuration files, is accepted, too.
         auxiliary: the update rule of s: ``Instant()`` (the default), ``Every(n)`` or
             ``Slow(rate)``.
+        stochastic_rounding: round bfloat16 weights and their state up or down at random instead of
+            to the nearest number, so that small updates are not lost. Steps compute in float32.
 
     Example:
         >>> model = torch.nn.Linear(8, 4)
@@ -137,7 +149,7 @@ class PAdam(_Decaying, AdamW):
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        decay: Penalty | None = _DEFAULT_DECAY,
+        decay: Decay = _DEFAULT_DECAY,
         *,
         weight_decay: float | Tensor = 0.0,
         amsgrad: bool = False,
@@ -146,6 +158,7 @@ class PAdam(_Decaying, AdamW):
         fused: bool | None = None,
         capturable: bool = False,
         auxiliary: Auxiliary | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
         super().__init__(
@@ -159,7 +172,7 @@ class PAdam(_Decaying, AdamW):
             foreach=foreach,
             capturable=capturable,
         )
-        self._finish_init(defaults, fused, foreach)
+        self._finish_init(defaults, fused, foreach, stochastic_rounding)
 
     def _update(self, group: Group, rate: float | Tensor) -> None:
         params: list[Tensor] = []
@@ -170,7 +183,14 @@ class PAdam(_Decaying, AdamW):
         state_steps: list[Tensor] = []
         streams = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
         has_complex = self._init_group(group, *streams)
-        adam_step_(streams, group, rate, self.state, has_complex=has_complex)
+
+        def step(streams: Streams, group: Group, state: State) -> None:
+            adam_step_(tuple(streams), group, rate, state, has_complex=has_complex)
+
+        if group.get("stochastic_rounding"):
+            run_rounded(step, streams, group, self.state)
+        else:
+            step(streams, group, self.state)
 
 
 class PSGD(_Decaying, SGD):
@@ -188,6 +208,8 @@ class PSGD(_Decaying, SGD):
         decay: the penalty, :class:`Lp` or a sum of them; None for plain SGD.
         auxiliary: the update rule of s: ``Instant()`` (the default), ``Every(n)`` or
             ``Slow(rate)``.
+        stochastic_rounding: round bfloat16 weights and their state up or down at random instead of
+            to the nearest number, so that small updates are not lost. Steps compute in float32.
 
     Example:
         >>> model = torch.nn.Linear(8, 4)
@@ -206,13 +228,14 @@ class PSGD(_Decaying, SGD):
         momentum: float | Tensor = 0.0,
         dampening: float = 0.0,
         *,
-        decay: Penalty | None = _DEFAULT_DECAY,
+        decay: Decay = _DEFAULT_DECAY,
         nesterov: bool = False,
         weight_decay: float | Tensor = 0.0,
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         auxiliary: Auxiliary | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
         super().__init__(
@@ -225,16 +248,24 @@ class PSGD(_Decaying, SGD):
             maximize=maximize,
             foreach=foreach,
         )
-        self._finish_init(defaults, fused, foreach)
+        self._finish_init(defaults, fused, foreach, stochastic_rounding)
 
     def _update(self, group: Group, rate: float | Tensor) -> None:
         params: list[Tensor] = []
         grads: list[Tensor] = []
         buffers: list[Tensor | None] = []
         has_sparse_grad = self._init_group(group, params, grads, buffers)
-        sgd_step_(
-            *(params, grads, buffers, group, rate, self.state), has_sparse_grad=has_sparse_grad
-        )
+
+        def step(streams: Streams, group: Group, state: State) -> None:
+            params, grads, buffers = streams
+            sgd_step_(
+                *(params, grads, buffers, group, rate, state), has_sparse_grad=has_sparse_grad
+            )
+
+        if group.get("stochastic_rounding"):
+            run_rounded(step, (params, grads, buffers), group, self.state)
+        else:
+            step((params, grads, buffers), group, self.state)
         if group["momentum"] != 0:
             for param, buffer in zip(params, buffers, strict=True):
                 self.state[param]["momentum_buffer"] = buffer

@@ -63,7 +63,7 @@ def doctor(model: nn.Module, optimizer: Optimizer) -> list[Finding]:
         findings += _check_settings(optimizer)
         findings += _check_strength(model, optimizer)
     findings += _check_ownership(model, optimizer)
-    findings += _check_values(model)
+    findings += _check_values(model, optimizer)
     rank = {"error": 0, "warning": 1, "hint": 2}
     return sorted(findings, key=lambda finding: rank[finding.level])
 
@@ -231,24 +231,43 @@ def _check_ownership(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding
         )
 
 
-def _check_values(model: nn.Module) -> Iterator[Finding]:
-    non_finite, half = [], []
+def _check_values(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
+    non_finite = []
+    names: dict[torch.dtype, list[str]] = {torch.float16: [], torch.bfloat16: []}
+    rounded = {
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if group.get("stochastic_rounding")
+    }
     for param, name in _names(model).items():
         if not param.is_meta and not bool(torch.isfinite(param).all()):
             non_finite.append(name)
-        if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16):
-            half.append(name)
+        if param.requires_grad and param.dtype in names and param not in rounded:
+            names[param.dtype].append(name)
     if non_finite:
         yield Finding(
             "error",
             f"weights that are not finite: {_list(non_finite)}",
-            "load the last good checkpoint; lower lr or clip the gradients",
+            "load the last good checkpoint; lower lr or clip the gradients; do not train float16 "
+            "weights: use float32 weights and autocast",
         )
-    if half:
+    if names[torch.float16]:
+        yield Finding(
+            "warning",
+            "trained in float16, where squared gradients below 6e-8 and eps = 1e-8 are zero: Adam "
+            "then divides by zero or takes far too large steps, and the sparsity at a given lam is "
+            f"another one: {_list(names[torch.float16])}",
+            "keep float32 weights and use autocast and a GradScaler (Lightning: '16-mixed' instead "
+            "of '16-true'), or use bfloat16",
+        )
+    if names[torch.bfloat16]:
         yield Finding(
             "hint",
-            f"trained in half precision, where small updates are rounded to zero: {_list(half)}",
-            "keep float32 weights and use autocast for the forward pass",
+            "trained in bfloat16, where updates below 0.2 % of a weight are rounded away: "
+            f"{_list(names[torch.bfloat16])}",
+            "keep float32 weights and use autocast for the forward pass, or pass "
+            "stochastic_rounding=True to PAdam or PSGD",
         )
 
 
