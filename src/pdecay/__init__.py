@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pdecay._optim.attachment import attach as attach
     from pdecay._optim.optimizers import PSGD as PSGD
     from pdecay._optim.optimizers import PAdam as PAdam
+    from pdecay._sparsity.averaging import EMA as EMA
+    from pdecay._sparsity.averaging import SWA as SWA
     from pdecay._sparsity.counting import LayerSparsity as LayerSparsity
     from pdecay._sparsity.counting import SparsityReport as SparsityReport
     from pdecay._sparsity.counting import prune_ as prune_
@@ -78,6 +80,8 @@ _HOME = {
     "attach": "_optim.attachment",
     "PSGD": "_optim.optimizers",
     "PAdam": "_optim.optimizers",
+    "EMA": "_sparsity.averaging",
+    "SWA": "_sparsity.averaging",
     "LayerSparsity": "_sparsity.counting",
     "SparsityReport": "_sparsity.counting",
     "prune_": "_sparsity.counting",
