@@ -1,5 +1,6 @@
 """ignite and skorch reproduce the plain loop; 8-bit optimizers decay by the reference's factor."""
 
+import copy
 import io
 
 import pytest
@@ -119,7 +120,7 @@ def test_eight_bit_optimizer_decays_by_the_factor(make):
     names = {name for state in optimizer.state.values() for name in state}
     assert not {"exp_avg", "state1"}.isdisjoint(names)
 
-    state = optimizer.state_dict()
+    state = copy.deepcopy(optimizer.state_dict())  # loading shares tensors
     again = nn.Parameter(ours.detach().clone())
     resumed = make([again])
     attach(resumed, penalty, fused=False)

@@ -128,6 +128,27 @@ def test_target_on_sgd_resumes_exactly(same):
     assert zeros(resumed) == pytest.approx(0.8, abs=1e-3)
 
 
+def test_target_on_sgd_resumes_with_half_precision_weights():
+    def start():
+        model = build().bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attach(optimizer, Lp(0.8, 1.0))
+        return model, optimizer, SparsityTarget(optimizer, 0.8, 4, end=1.0)
+
+    def step(model, optimizer):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    model, optimizer, _ = start()
+    step(model, optimizer)
+    resumed, again, target = start()
+    again.load_state_dict(optimizer.state_dict())  # casts the state to bfloat16
+    for _ in range(3):
+        step(resumed, again)
+    assert target.sparsity == pytest.approx(0.8, abs=1e-2)
+
+
 def test_gradual_pruning_by_either_ranking():
     results = []
     for rank in ("magnitude", "adaptive"):

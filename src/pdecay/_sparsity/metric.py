@@ -79,6 +79,9 @@ def update_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
             local.state[param][_OWN] = squares
         elif local.state[param].get(_OWN) is not squares:
             continue
+        if squares.dtype != torch.float32:  # load_state_dict casts to the dtype of the weight
+            squares = squares.float()
+            local.state[param][_OWN] = squares
         square = param.grad.abs().float().square_()
         if torch.isfinite(square).all():  # one infinite gradient would make the mean infinite
             squares.lerp_(square, 1 - _BETA)

@@ -111,8 +111,8 @@ class SparsityTarget:
             only keeps zeros at zero, and all zeros are set by rank.
 
     Parameters that are added or unfrozen during the ramp join it. A group that is added after the
-    end of the ramp is neither decayed nor pruned. Under DDP every rank computes the same numbers;
-    shards of FSDP2 are counted over all ranks.
+    end of the ramp is neither decayed nor pruned. On many ranks (DDP, FSDP2, tensor parallelism,
+    ZeroRedundancyOptimizer) the result is that of one process.
     """
 
     def __init__(
