@@ -375,31 +375,36 @@ class TestTracing:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("foreach", [True, False])
     @pytest.mark.parametrize("build", [padam, psgd])
-    def test_compiled_training_step_is_one_graph(self, build):
-        """The forward pass, the gradients and the step compile to one graph and run fused."""
+    def test_compiled_training_step_is_one_graph(self, build, foreach):
+        """The forward pass, the gradients and the functional step compile to one graph."""
         torch._dynamo.reset()
         model, expected_model = linear(), linear()
-        options = {"lr": 0.01, "foreach": True}
-        optimizer, expected = (build(m.parameters(), **options) for m in (model, expected_model))
+        # The functions decay all tensors, also biases.
+        group = {"params": list(expected_model.parameters()), "decay_1d": True}
+        expected = build([group], lr=0.01, foreach=foreach)
         params = list(model.parameters())
+        moments = [[torch.zeros_like(param) for param in params] for _ in range(2)]
+        steps = [torch.tensor(0.0) for _ in params]
+        options = {"decay": DECAY, "lr": 0.01, "foreach": foreach}
         x = torch.linspace(-1, 1, 8).reshape(2, 4)
 
         def train_step(x):
             loss = model(x).square().sum()
-            for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
-                param.grad = grad
-            optimizer.step()
+            grads = list(torch.autograd.grad(loss, params))
+            if build is padam:
+                adam = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+                pdecay.functional.padam(params, grads, *moments, [], steps, **adam, **options)
+            else:
+                pdecay.functional.psgd(params, grads, moments[0], momentum=0.9, **options)
             return loss.detach()
 
-        train(expected_model, expected, 1)
-        model(x).square().sum().backward()
-        optimizer.step()  # create the state outside of the graph
         with torch._dynamo.config.patch(trace_autograd_ops=True):
             compiled = torch.compile(train_step, fullgraph=True)
             for _ in range(3):
                 compiled(x)
-                train(expected_model, expected, 1)
+                train(expected_model, expected)
         for ours, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 

@@ -82,6 +82,10 @@ class _Decaying(Optimizer):
         collect: Callable[..., bool] = super()._init_group  # type: ignore[misc]
         return collect({**group, "fused": False}, *streams)
 
+    def _rounds(self, group: Group) -> bool:
+        """Return whether the group is rounded stochastically; other checkpoints lack the key."""
+        return bool(group.get("stochastic_rounding", self.defaults.get("stochastic_rounding")))
+
     def _defaults(self) -> Defaults:
         """Return the defaults for new groups, from ``self.defaults``, which deepcopy preserves."""
         penalty = as_penalty(self.defaults.get("decay"))
@@ -187,7 +191,7 @@ class PAdam(_Decaying, AdamW):
         def step(streams: Streams, group: Group, state: State) -> None:
             adam_step_(tuple(streams), group, rate, state, has_complex=has_complex)
 
-        if group.get("stochastic_rounding"):
+        if self._rounds(group):
             run_rounded(step, streams, group, self.state)
         else:
             step(streams, group, self.state)
@@ -262,7 +266,7 @@ class PSGD(_Decaying, SGD):
                 *(params, grads, buffers, group, rate, state), has_sparse_grad=has_sparse_grad
             )
 
-        if group.get("stochastic_rounding"):
+        if self._rounds(group):
             run_rounded(step, (params, grads, buffers), group, self.state)
         else:
             step((params, grads, buffers), group, self.state)

@@ -255,7 +255,7 @@ def _check_values(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
     if names[torch.float16]:
         yield Finding(
             "warning",
-            "trained in float16, where squared gradients below 6e-8 and eps = 1e-8 are zero: Adam "
+            "trained in float16, where squared gradients below 3e-8 and eps = 1e-8 are zero: Adam "
             "then divides by zero or takes far too large steps, and the sparsity at a given lam is "
             f"another one: {_list(names[torch.float16])}",
             "keep float32 weights and use autocast and a GradScaler (Lightning: '16-mixed' instead "

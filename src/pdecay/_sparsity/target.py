@@ -367,7 +367,7 @@ class SparsityTarget:
         self._warned_of_non_finite = True
         half = any(param.dtype == torch.float16 for pool in self._pools() for param in pool.params)
         cause = (
-            "In float16, squared gradients below 6e-8 are zero, and Adam divides by them; keep "
+            "In float16, squared gradients below 3e-8 are zero, and Adam divides by them; keep "
             "float32 weights and use autocast (Lightning: '16-mixed' instead of '16-true')"
             if half
             else "Load the last good checkpoint; lower lr or clip the gradients"
