@@ -10,6 +10,8 @@
  * comparison. bridge_dense and bridge_sparse keep the residual r. All three stop when the largest step,
  * measured as sqrt(L_j) * |change of w_j|, is at most `tol`, and return the number of sweeps.
  *
+ * bridge_product is the matrix product of the Newton steps for p > 1.
+ *
  * The callers in pdecay/sklearn have checked shapes, dtypes and layouts.
  */
 #include <float.h>
@@ -232,4 +234,38 @@ int64_t bridge_sparse(const double *values, const int32_t *rows, const int32_t *
         if (*largest <= tol) break;
     }
     return sweep;
+}
+
+/* result = X diag(weights) X' u in single precision, for an X in column order. Each column is read once. Four
+ * columns at a time, so that u and the result are loaded less often. */
+void bridge_product(int64_t n, int64_t d, const float *x, const float *weights, const float *u, float *result)
+{
+    int64_t j = 0;
+    for (int64_t i = 0; i < n; i++) result[i] = 0;
+    for (; j + 4 <= d; j += 4) {
+        const float *a = x + j * n, *b = a + n, *c = b + n, *e = c + n;
+        float sum_a = 0, sum_b = 0, sum_c = 0, sum_e = 0;
+#pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_e)
+        for (int64_t i = 0; i < n; i++) {
+            sum_a += a[i] * u[i];
+            sum_b += b[i] * u[i];
+            sum_c += c[i] * u[i];
+            sum_e += e[i] * u[i];
+        }
+        sum_a *= weights[j];
+        sum_b *= weights[j + 1];
+        sum_c *= weights[j + 2];
+        sum_e *= weights[j + 3];
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) result[i] += sum_a * a[i] + sum_b * b[i] + sum_c * c[i] + sum_e * e[i];
+    }
+    for (; j < d; j++) {
+        const float *a = x + j * n;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < n; i++) sum += a[i] * u[i];
+        sum *= weights[j];
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) result[i] += sum * a[i];
+    }
 }

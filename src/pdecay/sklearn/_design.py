@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scipy import linalg, sparse
+from scipy import sparse
 
 from pdecay.sklearn._kernels import kernels
-from pdecay.sklearn._python_kernels import Indices
+from pdecay.sklearn._python_kernels import Indices, Singles
 from pdecay.sklearn._terms import Floats, Terms
 
 
@@ -54,12 +54,10 @@ class DenseDesign:
         """Return the inner products of two lists of columns."""
         return np.asarray(self.x[:, rows].T @ self.x[:, columns])
 
-    def ridge(self, y: Floats, strength: float) -> Floats:
-        """Return the minimiser of ``||y - X w||^2 / 2 + strength * ||w||^2 / 2``."""
-        n, d = self.shape
-        if d <= n:
-            return _solve(self.x.T @ self.x, strength, self.correlate(y))
-        return self.correlate(_solve(self.outer(np.ones(d)), strength, y))
+    def single(self, factor: float) -> SingleDense:
+        """Return ``factor * X`` in single precision."""
+        x = np.empty(self.shape, dtype=np.float32, order="F")
+        return SingleDense(np.multiply(self.x, factor, out=x, casting="same_kind"))
 
     def outer(self, weights: Floats) -> Floats:
         """Return ``X diag(weights) X'``."""
@@ -105,13 +103,12 @@ class SparseDesign:
         products = (self.x[:, rows].T @ self.x[:, columns]).toarray()
         return np.asarray(products - self.total * np.outer(self.means[rows], self.means[columns]))
 
-    def ridge(self, y: Floats, strength: float) -> Floats:
-        """Return the minimiser of ``||y - X w||^2 / 2 + strength * ||w||^2 / 2``."""
-        n, d = self.shape
-        if d <= n:
-            every = np.arange(d)
-            return _solve(self.gram(every, every), strength, self.correlate(y))
-        return self.correlate(_solve(self.outer(np.ones(d)), strength, y))
+    def single(self, factor: float) -> SingleSparse:
+        """Return ``factor * X`` in single precision."""
+        x = (self.x * factor).astype(np.float32)
+        return SingleSparse(
+            x, self.roots.astype(np.float32), (self.means * factor).astype(np.float32)
+        )
 
     def outer(self, weights: Floats) -> Floats:
         """Return ``X diag(weights) X'``."""
@@ -135,13 +132,43 @@ class SparseDesign:
         return done
 
 
-def _solve(matrix: Floats, strength: float, right: Floats) -> Floats:
-    """Solve ``(matrix + strength * identity) x = right``; the matrix is overwritten."""
-    matrix.flat[:: len(matrix) + 1] += strength
-    try:
-        return np.asarray(linalg.solve(matrix, right, assume_a="pos"))
-    except linalg.LinAlgError:  # a strength far below the rounding errors
-        return np.asarray(linalg.lstsq(matrix, right)[0])
+class SingleDense:
+    """A dense X in single precision and column order."""
+
+    def __init__(self, x: Singles) -> None:
+        self.x = x
+
+    def times(self, w: Singles) -> Singles:
+        """Return ``X w``."""
+        return np.asarray(self.x @ w)
+
+    def product(self, weights: Singles, u: Singles) -> Singles:
+        """Return ``X diag(weights) X' u``."""
+        return kernels().product(self.x, weights, u)
+
+    def columns(self, indices: Indices) -> Singles:
+        """Return some columns."""
+        return np.asarray(self.x[:, indices])
+
+
+class SingleSparse:
+    """A sparse X in single precision, centred as in :class:`SparseDesign`."""
+
+    def __init__(self, x: Any, roots: Singles, means: Singles) -> None:
+        self.x, self.roots, self.means = x, roots, means
+        self.transposed = x.T
+
+    def times(self, w: Singles) -> Singles:
+        """Return ``X w``."""
+        return np.asarray(self.x @ w - self.roots * (self.means @ w))
+
+    def product(self, weights: Singles, u: Singles) -> Singles:
+        """Return ``X diag(weights) X' u``."""
+        return self.times(weights * (self.transposed @ u - self.means * (self.roots @ u)))
+
+    def columns(self, indices: Indices) -> Singles:
+        """Return some columns."""
+        return np.asarray(self.x[:, indices].toarray() - np.outer(self.roots, self.means[indices]))
 
 
 Design = DenseDesign | SparseDesign

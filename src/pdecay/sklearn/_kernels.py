@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pdecay._native.build import KernelUnavailable, load
-from pdecay.sklearn._python_kernels import Indices, PythonKernels
+from pdecay.sklearn._python_kernels import Indices, PythonKernels, Singles
 from pdecay.sklearn._terms import Floats, Terms
 
 
@@ -35,7 +35,7 @@ class CompiledKernels(PythonKernels):
         self._library = load("bridge", threads=False)
         for name in ("bridge_gram", "bridge_dense", "bridge_sparse"):
             getattr(self._library, name).restype = ctypes.c_int64
-        for name in ("bridge_prox", "bridge_steps"):
+        for name in ("bridge_prox", "bridge_steps", "bridge_product"):
             getattr(self._library, name).restype = None
 
     def prox(self, terms: Terms, x: Floats, t: Floats) -> Floats:
@@ -86,6 +86,13 @@ class CompiledKernels(PythonKernels):
             _of(r), _of(shift), _int(sweeps), ctypes.c_double(tol), ctypes.byref(largest),
         )  # fmt: skip
         return int(done), largest.value
+
+    def product(self, x: Singles, weights: Singles, u: Singles) -> Singles:
+        result = np.empty_like(u)
+        self._library.bridge_product(
+            _int(x.shape[0]), _int(x.shape[1]), _of(x, "F"), _of(weights), _of(u), _of(result)
+        )
+        return result
 
 
 def _penalty(terms: Terms) -> Any:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pdecay.sklearn._terms import Floats, Terms
 
 Indices = NDArray[np.int64]
+Singles = NDArray[np.float32]
 
 _MOST_STEPS = 100
 _STEP_LIMIT = 1e-9
@@ -97,6 +98,10 @@ class PythonKernels:
             if largest <= tol:
                 return sweep, largest
         return sweeps, largest
+
+    def product(self, x: Singles, weights: Singles, u: Singles) -> Singles:
+        """Return ``X diag(weights) X' u``."""
+        return np.asarray(x @ (weights * (x.T @ u)))
 
 
 def _minimiser(terms: Terms, x: float, norm: float, cut: float, w: float) -> float:

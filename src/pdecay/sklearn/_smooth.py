@@ -1,105 +1,133 @@
-"""Newton's method for penalties with every p > 1 and more features than samples.
+"""Newton's method for penalties with every p > 1, where no coefficient is zero.
 
-No coefficient is zero then, and coordinate descent would visit all features in every one of many
-sweeps. Newton steps need one linear system with as many unknowns as samples:
+At the minimum of ``||y - X w||^2 / 2 + R(w)`` a vector t satisfies two equations::
 
-- If some p is at most 2, the dual problem is smooth: minimise
-  ``|t|^2 / 2 - y' t + sum_j R*(x_j' t)`` over t, with the conjugate R* of the penalty. Its solution
-  is the residual, and ``w_j`` is the derivative of R* at ``x_j' t``.
-- If every p is above 2, the problem itself is twice differentiable.
+    t = y - X w,        R'(w_j) = x_j' t  for every feature j.
+
+:func:`minimise` solves them for w and t. With ``W = 1 / R''(w)``, a Newton step is one linear
+system with the matrix ``I + X diag(W) X'``, which has one row for each sample.
+
+- If some p is at most 2, the second equation is kept exact: ``w_j`` is the derivative of the
+  conjugate R* at ``x_j' t``. This is Newton's method for the dual problem, the minimum of
+  ``||t||^2 / 2 - y' t + sum_j R*(x_j' t)``, with a line search.
+- If every p is above 2, that derivative is infinitely steep at zero. The second equation is then
+  linearised as it stands, and w is updated beside t.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import numpy as np
-from scipy import linalg
 
 from pdecay.sklearn._design import Design
+from pdecay.sklearn._systems import Systems
 from pdecay.sklearn._terms import Floats, Terms
 
-_SHARES = 41  # multiples of the residual that are tried as a start
-_HALVINGS = 40
+_MOST_STEPS = 50
+_SHRINK, _MOST_SHRINKS = 1.5, 60  # multiples of the residual that are tried as a start
+_HALVINGS = 30
 _DECREASE = 1e-4  # of the decrease that the slope promises
-_LEAST_CURVATURE = 1e-8  # relative to the largest column norm: p > 2 has none at zero
+_ROUNDING = 1e-14
+_ACCURACY = 0.1  # of the first linear systems; the later ones are more accurate
+_LEAST_CURVATURE = 1e-3  # for p > 2, relative to the column norms: R'' is zero at zero
 
 
-def newton_iterates(design: Design, y: Floats, terms: Terms, w: Floats) -> Iterator[Floats]:
-    """Yield the coefficients after each Newton step from w, until no step is possible."""
-    return (_dual_iterates if terms.smallest_p <= 2 else _primal_iterates)(design, y, terms, w)
+def minimise(
+    design: Design, y: Floats, terms: Terms, w: Floats, limit: float, most_steps: int
+) -> tuple[Floats, int]:
+    """Take Newton steps from w until no coordinate step is above the limit.
 
+    Args:
+        design: the features.
+        y: the targets.
+        terms: the penalty; every p is above 1.
+        w: the first coefficients.
+        limit: the largest coordinate step, measured as ``sqrt(L_j) * |change of w_j|``.
+        most_steps: the largest number of Newton steps.
 
-def _dual_iterates(design: Design, y: Floats, terms: Terms, w: Floats) -> Iterator[Floats]:
-    t = design.residual(y, w)
-    u = design.correlate(t)
-    # Near p = 1 the conjugate is a large power: the best multiple of the residual avoids overflow.
-    shares = np.geomspace(1.0, 0.01, _SHARES)
-    with np.errstate(over="ignore", invalid="ignore"):
-        values = [s * s * (t @ t) / 2 - s * (y @ t) + terms.conjugate(s * u).sum() for s in shares]
-    share = shares[int(np.argmin(np.nan_to_num(values, nan=np.inf)))]
-    t, u = share * t, share * u
-    w = terms.conjugate_slope(u)
-    while True:
-        gradient = t - design.residual(y, w)
-        with np.errstate(divide="ignore", over="ignore"):
-            weights = np.where(w != 0, 1 / terms.curvature(np.where(w != 0, w, 1.0)), 0.0)
-        if not np.isfinite(weights).all():
-            return
-        step = _solve(design, weights, -gradient)
+    Returns:
+        The coefficients and the number of steps.
+    """
+    dual = terms.smallest_p <= 2
+    used = design.norms > 0
+    roots = np.sqrt(np.where(used, design.norms, 1.0))
+    scale = float(np.linalg.norm(y))
+    systems = Systems(design)
+    t, u = _start(design, y, terms, w)
+    w = np.where(used, terms.conjugate_slope(u), 0.0)
+    best, least = w, np.inf
+    for steps in range(min(most_steps, _MOST_STEPS)):
+        error = t - design.residual(y, w)
+        mismatch = np.zeros_like(w) if dual else np.where(used, terms.slope(w) - u, 0.0)
+        # A coordinate step is at most |mismatch_j + x_j' error| / sqrt(L_j).
+        left = float(np.linalg.norm(error) + np.abs(mismatch / roots).max(initial=0.0))
+        if left < least:
+            best, least = w, left
+        if left <= limit or not np.isfinite(left):
+            return best, steps
+        weights = _inverse_curvature(terms, w, design.norms, dual)
+        right = -error if dual else systems.times(weights * mismatch) - error
+        size = float(np.linalg.norm(right))
+        accuracy = max(min(_ACCURACY, size / scale), min(0.5 * limit / size, 0.5))
+        step = systems.solve(weights, right, accuracy)
         change = design.correlate(step)
-
-        def value(length: float, t: Floats = t, u: Floats = u, s: Floats = step) -> float:
-            point = t + length * s
-            conjugate = terms.conjugate(u + length * change).sum()  # noqa: B023
-            return float(point @ point / 2 - y @ point + conjugate)
-
-        length = _line_search(value, float(gradient @ step))
-        if not length:
-            return
-        t, u = t + length * step, u + length * change
-        w = terms.conjugate_slope(u)
-        yield w
+        if dual:
+            length = _line_search(y, terms, (t, u), (step, change), float(error @ step))
+            if not length:
+                return best, steps
+            t, u = t + length * step, u + length * change
+            w = np.where(used, terms.conjugate_slope(u), 0.0)
+        else:
+            t, u, w = t + step, u + change, w + weights * (change - mismatch)
+    return best, steps + 1
 
 
-def _primal_iterates(design: Design, y: Floats, terms: Terms, w: Floats) -> Iterator[Floats]:
-    none = np.zeros_like(y)
-    while True:
-        r = design.residual(y, w)
-        gradient = terms.slope(w) - design.correlate(r)
-        diagonal = terms.curvature(w) + _LEAST_CURVATURE * float(design.norms.max())
-        # (X' X + D)^-1 by a system of the size of X D^-1 X'.
-        first = gradient / diagonal
-        inner = _solve(design, 1 / diagonal, -design.residual(none, first))
-        step = design.correlate(inner) / diagonal - first
-        change = -design.residual(none, step)
+def _start(design: Design, y: Floats, terms: Terms, w: Floats) -> tuple[Floats, Floats]:
+    """Return the multiple t of the residual with the lowest dual objective, and ``X' t``.
 
-        def value(length: float, r: Floats = r, w: Floats = w, s: Floats = step) -> float:
-            rest = r - length * change  # noqa: B023
-            return float(rest @ rest / 2) + terms.value(w + length * s)
-
-        length = _line_search(value, float(gradient @ step))
-        if not length:
-            return
-        w = w + length * step
-        yield w
+    Near p = 1 the conjugate is a large power, which overflows for the residual itself.
+    """
+    t = design.residual(y, w) if w.any() else y
+    u = design.correlate(t)
+    square, product = float(t @ t), float(y @ t)
+    best, lowest, share = 1.0, np.inf, 1.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for _ in range(_MOST_SHRINKS):
+            value = share**2 * square / 2 - share * product + terms.conjugate(share * u).sum()
+            if value > lowest:  # the objective is convex
+                break
+            if np.isfinite(value):
+                best, lowest = share, value
+            share /= _SHRINK
+    return best * t, best * u
 
 
-def _solve(design: Design, weights: Floats, right: Floats) -> Floats:
-    """Solve ``(I + X diag(weights) X') x = right``."""
-    matrix = design.outer(weights)
-    matrix.flat[:: len(matrix) + 1] += 1.0
-    try:
-        return np.asarray(linalg.solve(matrix, right, assume_a="pos", overwrite_a=True))
-    except linalg.LinAlgError:
-        return np.zeros_like(right)
+def _inverse_curvature(terms: Terms, w: Floats, norms: Floats, dual: bool) -> Floats:
+    """Return 1 / R'' at each coefficient; 0 for features without variance."""
+    moved = np.where(w != 0, w, 1.0) if dual else w
+    curvature = terms.curvature(moved)
+    if not dual:
+        curvature = np.maximum(curvature, _LEAST_CURVATURE * norms)
+    zero = (norms <= 0) | ((w == 0) & dual)
+    return np.where(zero, 0.0, 1 / np.where(zero, 1.0, curvature))
 
 
-def _line_search(value: Callable[[float], float], slope: float) -> float:
-    """Return a step length that decreases the value; 0 if there is none."""
-    start, length = value(0.0), 1.0
-    for _ in range(_HALVINGS):
-        if slope < 0 and value(length) <= start + _DECREASE * length * slope:
-            return length
-        length /= 2
+def _line_search(
+    y: Floats,
+    terms: Terms,
+    point: tuple[Floats, Floats],
+    step: tuple[Floats, Floats],
+    slope: float,
+) -> float:
+    """Return a step length that decreases the dual objective; 0 if there is none."""
+
+    def value(length: float) -> float:
+        t, u = (a + length * b for a, b in zip(point, step, strict=True))
+        return float(t @ t / 2 - y @ t + terms.conjugate(u).sum())
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        start, length = value(0.0), 1.0
+        for _ in range(_HALVINGS):
+            if value(length) <= start + _DECREASE * length * slope + _ROUNDING * abs(start):
+                return length
+            length /= 2
     return 0.0

@@ -25,14 +25,13 @@ from threadpoolctl import ThreadpoolController
 from pdecay.sklearn._design import Design
 from pdecay.sklearn._kernels import kernels
 from pdecay.sklearn._python_kernels import Indices
-from pdecay.sklearn._smooth import newton_iterates
+from pdecay.sklearn._smooth import minimise
 from pdecay.sklearn._terms import Floats, Terms, relax
 
 _FIRST_SET = 48  # the smallest working set
 _NEAR = 0.9  # share of the limit from which on a feature is likely to be needed
 _GROWTH = 2  # of the working set, relative to the non-zero coefficients
 _LARGEST_GRAM = 3000  # features; the matrix then has 72 MB
-_FIRST_SWEEPS = 20  # of coordinate descent before Newton steps without zeros
 _SWEEPS = 16  # of coordinate descent before a Newton step
 _INNER = 1000  # how much smaller than the first the last step on a working set is
 _ROUGH, _ROUGH_SWEEPS = 1e-3, 1000  # tolerance and work for starts
@@ -96,19 +95,17 @@ class LeastSquares:
         self, terms: Terms, start: Floats | None = None, tol: float = 1e-6, max_sweeps: int = 10000
     ) -> Solution:
         """Minimise from one start; the result is a fixed point of all coordinate steps."""
-        if [p for p, _ in terms.pairs] == [2.0] and min(self.design.shape) <= _LARGEST_GRAM:
-            return self._solve_quadratic(terms)
         with single_threaded():
             return self._solve(terms, start, tol, max_sweeps)
 
     def _solve(self, terms: Terms, start: Floats | None, tol: float, max_sweeps: int) -> Solution:
         design, norms = self.design, self.design.norms
-        n, d = design.shape
-        newton = terms.smallest_p > 1 and bool(terms.pairs) and n < d and n <= _LARGEST_GRAM
         w = np.zeros(design.shape[1]) if start is None else np.where(norms > 0, start, 0.0)
         cut = terms.cut(norms)
         limit = tol * self.scale
         sweeps = 0
+        if terms.pairs and terms.smallest_p > 1:
+            w, sweeps = minimise(design, self.y, terms, w, limit, max_sweeps)
         while True:
             if w.any():
                 r = design.residual(self.y, w)
@@ -120,24 +117,6 @@ class LeastSquares:
             if step <= limit or sweeps >= max_sweeps:
                 self.sweeps += sweeps
                 return Solution(w, r, self.objective(terms, w, r), sweeps, step / self.scale)
-            if newton and not sweeps:
-                every, r = np.arange(d), np.array(r)
-                sweeps += design.descend(terms, every, cut, w, r, _FIRST_SWEEPS, limit)[0]
-                iterates, before = newton_iterates(design, self.y, terms, w), w
-                continue
-            if newton:
-                new = next(iterates, None)
-                newton = new is not None
-                if new is not None:
-                    w = np.where(norms > 0, new, 0.0)
-                    sweeps += 1
-                    continue
-                # No further step: coordinate descent continues from the better point.
-                if self.objective(terms, before, design.residual(self.y, before)) < self.objective(
-                    terms, w, r
-                ):
-                    w = before
-                    continue
             columns = self._working_set(w, steps, np.abs(q), cut * norms)
             inner = max(limit / 4, step / _INNER)
             budget = max_sweeps - sweeps
@@ -245,16 +224,6 @@ class LeastSquares:
         part = w[self._active]
         fit = part @ (self._gram @ part) / 2 - self.correlation[self._active] @ part
         return float(self.scale**2 / 2 + fit) + terms.value(part)
-
-    def _solve_quadratic(self, terms: Terms) -> Solution:
-        """Solve for a penalty with p = 2 only by one factorisation, the smaller of two."""
-        w = np.where(self.design.norms > 0, self.design.ridge(self.y, terms.l2), 0.0)
-        self.sweeps += 1
-        r = self.design.residual(self.y, w)
-        q = self.design.correlate(r)
-        steps = kernels().steps(terms, self.design.norms, terms.cut(self.design.norms), w, q)
-        step = float(steps.max(initial=0.0)) / self.scale
-        return Solution(w, r, self.objective(terms, w, r), 1, step)
 
     def _working_set(self, w: Floats, steps: Floats, q: Floats, limit: Floats) -> Indices:
         """Return the non-zero coefficients and the features with the largest steps, best first.

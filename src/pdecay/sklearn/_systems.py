@@ -1,0 +1,127 @@
+"""Linear systems with the matrix ``I + X diag(weights) X'``.
+
+Conjugate gradients in single precision solve them: an iteration reads X once, in half the memory,
+and the Newton steps that need the systems correct the rounding errors. If they do not converge in
+the time of a factorisation, the systems are factorised from then on, in double precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from scipy import linalg
+
+from pdecay.sklearn._design import Design
+from pdecay.sklearn._python_kernels import Singles
+from pdecay.sklearn._terms import Floats
+
+_LARGEST = 3000  # of the rows of a factorised matrix, which then has 72 MB
+_FEWEST_ITERATIONS = 30
+_FACTORISATION = 8  # iterations / rows at which a factorisation takes as long
+_MOST_HEAVY = 256  # features in the preconditioner
+
+
+class Systems:
+    """Systems ``(I + X diag(weights) X') x = right`` for changing weights.
+
+    Args:
+        design: the features X.
+    """
+
+    def __init__(self, design: Design) -> None:
+        self.design = design
+        self.smaller = min(design.shape)
+        self.iterate = True
+        self._gram: Floats | None = None
+        # Scaled, so that single precision does not overflow.
+        self.scale = float(np.sqrt(design.norms.max(initial=0.0))) or 1.0
+        self.x = design.single(1 / self.scale)
+
+    def times(self, w: Floats) -> Floats:
+        """Return ``X w`` in single precision."""
+        return np.asarray(self.x.times((w * self.scale).astype(np.float32)), dtype=np.float64)
+
+    def solve(self, weights: Floats, right: Floats, accuracy: float) -> Floats:
+        """Return a solution whose residual is at most `accuracy` times the right side."""
+        direct = self.smaller <= _LARGEST
+        if self.iterate:
+            x, converged = self._conjugate_gradients(weights, right, accuracy)
+            if converged or not direct:
+                return x
+            self.iterate = False
+        return self._factorise(weights, right)
+
+    def _conjugate_gradients(
+        self, weights: Floats, right: Floats, accuracy: float
+    ) -> tuple[Floats, bool]:
+        scaled = (weights * self.scale**2).astype(np.float32)
+        size = float(np.linalg.norm(right)) or 1.0
+        precondition = self._preconditioner(weights)
+        r: Singles = (right / size).astype(np.float32)
+        x = np.zeros_like(r)
+        z = precondition(r)
+        direction, product = z, float(r @ z)
+        for _ in range(max(_FEWEST_ITERATIONS, self.smaller // _FACTORISATION)):
+            image = direction + self.x.product(scaled, direction)
+            length = np.float32(product / float(direction @ image))
+            x = x + length * direction
+            r = r - length * image
+            if float(np.linalg.norm(r)) <= accuracy:
+                return size * x.astype(np.float64), True
+            z = precondition(r)
+            product, before = float(r @ z), product
+            if not product > 0:  # rounding errors, or overflow
+                break
+            direction = z + np.float32(product / before) * direction
+        x = np.nan_to_num(x)
+        return size * x.astype(np.float64), False
+
+    def _preconditioner(self, weights: Floats) -> Callable[[Singles], Singles]:
+        """Return an approximate inverse: exact for the heaviest features, a number for the others.
+
+        Near p = 1 a few features have almost all of the weight. Without them the matrix is close
+        to a multiple of the identity.
+        """
+        n = self.design.shape[0]
+        share = weights * self.design.norms
+        heavy = np.flatnonzero(share > 1 + share.sum() / n)
+        if len(heavy) > _MOST_HEAVY:
+            heavy = heavy[np.argpartition(-share[heavy], _MOST_HEAVY)[:_MOST_HEAVY]]
+        rest = 1 + (share.sum() - share[heavy].sum()) / n
+        if not len(heavy) or not np.isfinite(rest):
+            return lambda r: r
+        x = self.x.columns(heavy)
+        matrix = (x.T @ x).astype(np.float64)
+        matrix.flat[:: len(heavy) + 1] += rest / (weights[heavy] * self.scale**2)
+        try:
+            factor = linalg.cho_factor(matrix, overwrite_a=True, check_finite=False)
+        except linalg.LinAlgError:
+            return lambda r: r
+
+        def apply(r: Singles) -> Singles:
+            inner = linalg.cho_solve(factor, x.T @ r, check_finite=False).astype(np.float32)
+            return np.asarray((r - x @ inner) / np.float32(rest))
+
+        return apply
+
+    def _factorise(self, weights: Floats, right: Floats) -> Floats:
+        """Solve in double precision by the smaller of two matrices."""
+        n, d = self.design.shape
+        try:
+            if n <= d:
+                matrix = self.design.outer(weights)
+                matrix.flat[:: n + 1] += 1.0
+                return np.asarray(linalg.solve(matrix, right, assume_a="pos", overwrite_a=True))
+            if self._gram is None:
+                every = np.arange(d)
+                self._gram = self.design.gram(every, every)
+            roots = np.sqrt(weights)
+            matrix = roots[:, None] * self._gram * roots
+            matrix.flat[:: d + 1] += 1.0
+            inner = roots * linalg.solve(
+                matrix, roots * self.design.correlate(right), assume_a="pos", overwrite_a=True
+            )
+            return np.asarray(self.design.residual(right, inner))
+        except linalg.LinAlgError:
+            return np.zeros_like(right)
