@@ -119,11 +119,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return import_module(f"pdecay.{name}")
-    if name not in _HOME:
+    if name not in _HOME and name not in _SUBMODULES:
         raise AttributeError(f"module 'pdecay' has no attribute {name!r}")
-    value = getattr(import_module(f"pdecay.{_HOME[name]}"), name)
+    try:
+        module = import_module(f"pdecay.{_HOME.get(name, name)}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        message = f"pdecay.{name} needs PyTorch: pip install 'pdecay[torch]'"
+        raise ModuleNotFoundError(message, name="torch") from error
+    if name in _SUBMODULES:
+        return module
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

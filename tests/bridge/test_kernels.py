@@ -103,6 +103,15 @@ def test_c_and_python_sweeps_agree(needs_native, penalty):
         np.testing.assert_allclose(c, python, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("d", [1, 4, 7])
+def test_weighted_product_equals_numpy(kernels, d):
+    rng = np.random.default_rng(0)
+    x = np.asfortranarray(rng.standard_normal((13, d)), dtype=np.float32)
+    weights, u = rng.random(d).astype(np.float32), rng.random(13).astype(np.float32)
+    expected = x.astype(float) @ (weights * (x.T.astype(float) @ u))
+    np.testing.assert_allclose(kernels.product(x, weights, u), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_estimators_give_the_same_without_a_compiler(monkeypatch):
     x, y, _ = regression(n=60, d=30)
     labels = classification(60, 30)[1]

@@ -30,7 +30,7 @@ COMMANDS: tuple[ModuleType, ...] = (
 
 # The extra that installs a package, by the package's import name.
 _EXTRA_OF = {"matplotlib": "lab", "optuna": "lab", "pooch": "lab", "rich": "lab", "sklearn": "lab"}
-_EXTRA_OF |= dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "onnx")
+_EXTRA_OF |= dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "onnx") | {"torch": "torch"}
 _DISTRIBUTION_OF = {"sklearn": "scikit-learn"}
 
 

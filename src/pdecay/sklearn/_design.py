@@ -56,8 +56,8 @@ class DenseDesign:
 
     def single(self, factor: float) -> SingleDense:
         """Return ``factor * X`` in single precision."""
-        x = np.empty(self.shape, dtype=np.float32, order="F")
-        return SingleDense(np.multiply(self.x, factor, out=x, casting="same_kind"))
+        x = self.x if factor == 1 else self.x * factor
+        return SingleDense(x.astype(np.float32))
 
     def outer(self, weights: Floats) -> Floats:
         """Return ``X diag(weights) X'``."""

@@ -111,7 +111,7 @@ class BridgeRegressor(RegressorMixin, BaseEstimator):
         self.coef_, self.intercept_ = found.w, data.intercept(found.w)
         self.n_iter_, self.objective_ = max(problem.sweeps, 1), found.objective
         self.optimality_ = found.step
-        self.dual_gap_ = problem.dual_gap(terms, found.w, found.r)
+        self.dual_gap_ = problem.dual_gap(terms, found)
         return self
 
     def predict(self, X: Any) -> Floats:  # noqa: N803

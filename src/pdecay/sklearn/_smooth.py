@@ -16,6 +16,8 @@ system with the matrix ``I + X diag(W) X'``, which has one row for each sample.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from pdecay.sklearn._design import Design
@@ -28,12 +30,22 @@ _HALVINGS = 30
 _DECREASE = 1e-4  # of the decrease that the slope promises
 _ROUNDING = 1e-14
 _ACCURACY = 0.1  # of the first linear systems; the later ones are more accurate
+_NEAR = 4  # times the limit from which on the coordinate steps are computed
+_TARGET = 1  # accuracy of the last linear systems, relative to the limit
 _LEAST_CURVATURE = 1e-3  # for p > 2, relative to the column norms: R'' is zero at zero
+
+
+class Point(NamedTuple):
+    """Coefficients with their residual ``y - X w`` and its products ``X' (y - X w)``."""
+
+    w: Floats
+    r: Floats
+    q: Floats
 
 
 def minimise(
     design: Design, y: Floats, terms: Terms, w: Floats, limit: float, most_steps: int
-) -> tuple[Floats, int]:
+) -> tuple[Point, int]:
     """Take Newton steps from w until no coordinate step is above the limit.
 
     Args:
@@ -45,40 +57,42 @@ def minimise(
         most_steps: the largest number of Newton steps.
 
     Returns:
-        The coefficients and the number of steps.
+        The last coefficients and the number of steps. If no step is possible or there are too
+        many, they are not yet the minimum.
     """
     dual = terms.smallest_p <= 2
     used = design.norms > 0
     roots = np.sqrt(np.where(used, design.norms, 1.0))
     scale = float(np.linalg.norm(y))
-    systems = Systems(design)
+    # For p > 2 conjugate gradients converge slowly with fewer features than samples.
+    systems = Systems(design, iterate=dual or design.shape[1] >= design.shape[0])
     t, u = _start(design, y, terms, w)
     w = np.where(used, terms.conjugate_slope(u), 0.0)
-    best, least = w, np.inf
-    for steps in range(min(most_steps, _MOST_STEPS)):
-        error = t - design.residual(y, w)
+    for steps in range(min(most_steps, _MOST_STEPS) + 1):
+        r = design.residual(y, w)
+        error = t - r
         mismatch = np.zeros_like(w) if dual else np.where(used, terms.slope(w) - u, 0.0)
         # A coordinate step is at most |mismatch_j + x_j' error| / sqrt(L_j).
-        left = float(np.linalg.norm(error) + np.abs(mismatch / roots).max(initial=0.0))
-        if left < least:
-            best, least = w, left
-        if left <= limit or not np.isfinite(left):
-            return best, steps
-        weights = _inverse_curvature(terms, w, design.norms, dual)
+        left = float(np.linalg.norm(error)) + float(np.abs(mismatch / roots).max(initial=0.0))
+        if left <= _NEAR * limit or steps == most_steps:
+            q = design.correlate(r)
+            if np.abs((mismatch + u - q) / roots).max(initial=0.0) <= limit:
+                return Point(w, r, q), steps
+        weights = _inverse_curvature(terms, w, 0.0 if dual else _LEAST_CURVATURE * design.norms)
         right = -error if dual else systems.times(weights * mismatch) - error
         size = float(np.linalg.norm(right))
-        accuracy = max(min(_ACCURACY, size / scale), min(0.5 * limit / size, 0.5))
+        accuracy = max(min(_ACCURACY, size / scale), min(_TARGET * limit / size, 0.5))
         step = systems.solve(weights, right, accuracy)
         change = design.correlate(step)
+        length = 1.0
         if dual:
             length = _line_search(y, terms, (t, u), (step, change), float(error @ step))
-            if not length:
-                return best, steps
-            t, u = t + length * step, u + length * change
-            w = np.where(used, terms.conjugate_slope(u), 0.0)
-        else:
-            t, u, w = t + step, u + change, w + weights * (change - mismatch)
-    return best, steps + 1
+        if not length or not np.isfinite(left):
+            break
+        t, u = t + length * step, u + length * change
+        w = terms.conjugate_slope(u) if dual else w + weights * (change - mismatch)
+        w = np.where(used, w, 0.0)
+    return Point(w, r, design.correlate(r)), steps
 
 
 def _start(design: Design, y: Floats, terms: Terms, w: Floats) -> tuple[Floats, Floats]:
@@ -101,14 +115,11 @@ def _start(design: Design, y: Floats, terms: Terms, w: Floats) -> tuple[Floats, 
     return best * t, best * u
 
 
-def _inverse_curvature(terms: Terms, w: Floats, norms: Floats, dual: bool) -> Floats:
-    """Return 1 / R'' at each coefficient; 0 for features without variance."""
-    moved = np.where(w != 0, w, 1.0) if dual else w
-    curvature = terms.curvature(moved)
-    if not dual:
-        curvature = np.maximum(curvature, _LEAST_CURVATURE * norms)
-    zero = (norms <= 0) | ((w == 0) & dual)
-    return np.where(zero, 0.0, 1 / np.where(zero, 1.0, curvature))
+def _inverse_curvature(terms: Terms, w: Floats, least: Any) -> Floats:
+    """Return ``1 / max(R''(w), least)``; 0 where R'' is infinite at zero."""
+    with np.errstate(divide="ignore"):
+        inverse = 1 / np.maximum(terms.curvature(w), least)
+    return np.where(np.isfinite(inverse), inverse, 0.0)
 
 
 def _line_search(

@@ -60,6 +60,7 @@ class Solution:
 
     w: Floats
     r: Floats
+    q: Floats  # X' r
     objective: float
     sweeps: int
     step: float  # the largest coordinate step that is left, relative to ||y||
@@ -103,20 +104,17 @@ class LeastSquares:
         w = np.zeros(design.shape[1]) if start is None else np.where(norms > 0, start, 0.0)
         cut = terms.cut(norms)
         limit = tol * self.scale
-        sweeps = 0
         if terms.pairs and terms.smallest_p > 1:
-            w, sweeps = minimise(design, self.y, terms, w, limit, max_sweeps)
+            (w, r, q), sweeps = minimise(design, self.y, terms, w, limit, max_sweeps)
+        else:
+            r, q = self._residual(w)
+            sweeps = 0
         while True:
-            if w.any():
-                r = design.residual(self.y, w)
-                q = design.correlate(r)
-            else:
-                r, q = self.y, self.correlation
             steps = kernels().steps(terms, norms, cut, w, q)
             step = float(steps.max(initial=0.0))
             if step <= limit or sweeps >= max_sweeps:
                 self.sweeps += sweeps
-                return Solution(w, r, self.objective(terms, w, r), sweeps, step / self.scale)
+                return Solution(w, r, q, self.objective(terms, w, r), sweeps, step / self.scale)
             columns = self._working_set(w, steps, np.abs(q), cut * norms)
             inner = max(limit / 4, step / _INNER)
             budget = max_sweeps - sweeps
@@ -127,6 +125,14 @@ class LeastSquares:
             else:
                 r = np.array(r)
                 sweeps += design.descend(terms, columns, cut, w, r, budget, inner)[0]
+            r, q = self._residual(w)
+
+    def _residual(self, w: Floats) -> tuple[Floats, Floats]:
+        """Return the residual ``y - X w`` and its products with the features."""
+        if not w.any():
+            return self.y, self.correlation
+        r = self.design.residual(self.y, w)
+        return r, self.design.correlate(r)
 
     def solve_from_several(
         self, terms: Terms, start: Floats | None, n_starts: int, tol: float, max_sweeps: int
@@ -186,23 +192,22 @@ class LeastSquares:
                 w, lowest = moved, objective
         return w
 
-    def dual_gap(self, terms: Terms, w: Floats, r: Floats) -> float:
-        """Return the duality gap at w for a convex penalty, and NaN for another one.
+    def dual_gap(self, terms: Terms, found: Solution) -> float:
+        """Return the duality gap of a solution for a convex penalty, and NaN for another one.
 
         It bounds how far the objective is above its minimum.
         """
         if not terms.convex or not terms.pairs:
             return float("nan")
-        q = self.design.correlate(r)
-        dual = r
+        q, dual = found.q, found.r
         if terms.largest_p == 1:  # the conjugate is finite for |X' dual| <= lam only
             most = float(np.abs(q).max(initial=0.0))
-            dual = r * min(1.0, terms.l1 / most if most else 1.0)
+            dual = dual * min(1.0, terms.l1 / most if most else 1.0)
             conjugate = 0.0
         else:
             conjugate = float(terms.conjugate(q).sum())
         value = self.y @ dual - dual @ dual / 2 - conjugate
-        return self.objective(terms, w, r) - float(value)
+        return found.objective - float(value)
 
     def _solve_active(
         self, terms: Terms, start: Floats, sweeps: int = _ROUGH_SWEEPS, without: int | None = None

@@ -19,7 +19,8 @@ from pdecay.sklearn._terms import Floats
 _LARGEST = 3000  # of the rows of a factorised matrix, which then has 72 MB
 _FEWEST_ITERATIONS = 30
 _FACTORISATION = 8  # iterations / rows at which a factorisation takes as long
-_MOST_HEAVY = 256  # features in the preconditioner
+_HEAVY, _MOST_HEAVY = 3, 256  # features in the preconditioner: relative to the mean, and number
+_SMALL = 1e-8
 
 
 class Systems:
@@ -27,15 +28,17 @@ class Systems:
 
     Args:
         design: the features X.
+        iterate: whether to begin with conjugate gradients, and not with factorisations.
     """
 
-    def __init__(self, design: Design) -> None:
+    def __init__(self, design: Design, iterate: bool) -> None:
         self.design = design
         self.smaller = min(design.shape)
-        self.iterate = True
+        self.iterate = iterate or self.smaller > _LARGEST
         self._gram: Floats | None = None
-        # Scaled, so that single precision does not overflow.
-        self.scale = float(np.sqrt(design.norms.max(initial=0.0))) or 1.0
+        # Scaled only if single precision could overflow: scaling takes as long as an iteration.
+        largest = float(np.sqrt(design.norms.max(initial=0.0)))
+        self.scale = 1.0 if _SMALL < largest < 1 / _SMALL or not largest else largest
         self.x = design.single(1 / self.scale)
 
     def times(self, w: Floats) -> Floats:
@@ -44,10 +47,9 @@ class Systems:
 
     def solve(self, weights: Floats, right: Floats, accuracy: float) -> Floats:
         """Return a solution whose residual is at most `accuracy` times the right side."""
-        direct = self.smaller <= _LARGEST
         if self.iterate:
             x, converged = self._conjugate_gradients(weights, right, accuracy)
-            if converged or not direct:
+            if converged or self.smaller > _LARGEST:
                 return x
             self.iterate = False
         return self._factorise(weights, right)
@@ -85,7 +87,7 @@ class Systems:
         """
         n = self.design.shape[0]
         share = weights * self.design.norms
-        heavy = np.flatnonzero(share > 1 + share.sum() / n)
+        heavy = np.flatnonzero(share > _HEAVY * (1 + share.sum() / n))
         if len(heavy) > _MOST_HEAVY:
             heavy = heavy[np.argpartition(-share[heavy], _MOST_HEAVY)[:_MOST_HEAVY]]
         rest = 1 + (share.sum() - share[heavy].sum()) / n
