@@ -3,9 +3,9 @@
     python examples/lorenz.py [picture.png]
 
 Each derivative is a sum of a few of the 20 monomials up to degree 3, which sparse regression
-selects. The true system has seven terms. Every method has 25 strengths to choose from and the same rule: of
-the models whose error on held-out samples is at most 5 % above the lowest, take the one with the
-fewest terms.
+selects. The true system has seven terms. Every method has 25 strengths to choose from and the same
+rule: of the models whose error on held-out samples is at most 5 % above the lowest, take the one
+with the fewest terms.
 """
 
 from __future__ import annotations

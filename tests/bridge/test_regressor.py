@@ -126,7 +126,7 @@ def test_newton_steps_reach_the_minimum(p, lam, shape):
     dense = BridgeRegressor(p, lam).fit(x, y)
     found = BridgeRegressor(p, lam).fit(sparse.csr_array(x), y)
     assert dense.n_iter_ < 200
-    assert dense.dual_gap_ <= 1e-9 * dense.objective_
+    assert dense.dual_gap_ <= max(1e-9 * dense.objective_, 1e-11 * y.var())
     np.testing.assert_allclose(found.coef_, dense.coef_, atol=1e-6)
 
 
