@@ -81,7 +81,7 @@ def mostly_zero(seed: int, n: int, d: int, k: int) -> Arrays:
 
     rng = np.random.default_rng(seed)
     x = np.where(rng.random((n, d)) < 0.05, rng.standard_normal((n, d)), 0.0)
-    x, y, w = _targets(rng, x / np.sqrt((x**2).mean(axis=0)), k)
+    x, y, w = _targets(rng, x / np.sqrt(0.05), k)
     return sparse.csc_array(x), y, w
 
 
