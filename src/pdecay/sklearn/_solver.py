@@ -4,12 +4,14 @@
 
 1. Compute for every feature the change that one exact coordinate step would make. Stop if none is
    larger than the tolerance: w is a fixed point.
-2. Add the features with the largest changes to the working set.
-3. Run coordinate descent on the working set. While the set is small this uses its Gram matrix,
-   which is kept for later calls. Between runs, a Newton step on the non-zero coefficients removes
-   the slow tail of coordinate descent. It is accepted if it lowers the objective.
+2. Choose the working set: the non-zero coefficients and the features with the largest changes.
+3. Run coordinate descent on the working set. A small set uses its Gram matrix, which later calls
+   reuse. Coordinate descent converges slowly at the end, so Newton steps on the non-zero
+   coefficients follow. They are accepted if they lower the objective.
 
-All sizes are relative to ``||y||``, so that the tolerance has no unit.
+Penalties with every p above 1 are minimised by Newton's method first (see `_smooth.py`).
+
+Steps are measured as changes of the prediction relative to ``||y||``, so the tolerance has no unit.
 """
 
 from __future__ import annotations
@@ -29,15 +31,16 @@ from pdecay.sklearn._smooth import minimise
 from pdecay.sklearn._terms import Floats, Terms, relax
 
 _FIRST_SET = 48  # the smallest working set
-_NEAR = 0.9  # share of the limit from which on a feature is likely to be needed
-_GROWTH = 2  # of the working set, relative to the non-zero coefficients
-_LARGEST_GRAM = 3000  # features; the matrix then has 72 MB
-_SWEEPS = 16  # of coordinate descent before a Newton step
-_INNER = 1000  # how much smaller than the first the last step on a working set is
-_ROUGH, _ROUGH_SWEEPS = 1e-3, 1000  # tolerance and work for starts
-_LASSO_ROUGH = 0.03  # it only selects features
-_EXCHANGES, _FEW_SWEEPS = 5, 4  # features to try without for each start, and the work for each
-_SHARES = ((2 / 3, 1 / 3), (1 / 2,), (5 / 6, 2 / 3, 1 / 2, 1 / 3, 1 / 6))  # ways from p = 1 to p
+_NEAR = 0.9  # features with this share of the correlation that enters are added in advance
+_GROWTH = 2  # size of the working set, relative to the number of non-zero coefficients
+_LARGEST_GRAM = 3000  # features; the matrix then takes 72 MB
+_SWEEPS = 16  # sweeps of coordinate descent before each Newton step
+_INNER = 1000  # a working set is solved until its steps are this many times smaller than at first
+_ROUGH, _ROUGH_SWEEPS = 1e-3, 1000  # tolerance and largest number of sweeps for starting points
+_LASSO_ROUGH = 0.03  # tolerance of the Lasso, which only selects features
+_EXCHANGES, _FEW_SWEEPS = 5, 4  # features to replace per start, and the sweeps without each
+# Starting points: sequences of p between 1 and the given p, as shares of the distance to it.
+_SHARES = ((2 / 3, 1 / 3), (1 / 2,), (5 / 6, 2 / 3, 1 / 2, 1 / 3, 1 / 6))
 
 
 @functools.cache
@@ -48,22 +51,22 @@ def _thread_controller() -> ThreadpoolController:
 def single_threaded() -> Any:
     """Return a context in which BLAS uses one thread.
 
-    The matrices of the solver are small: a second thread saves little, and on a busy machine the
-    threads wait for each other.
+    The matrices are small. A second thread saves little, and slows the solver down if other
+    processes use the processor.
     """
     return _thread_controller().limit(limits=1, user_api="blas")
 
 
 @dataclass
 class Solution:
-    """Coefficients with their residual vector, objective, work and accuracy."""
+    """Coefficients and measures of their quality."""
 
     w: Floats
-    r: Floats
+    r: Floats  # the residual y - X w
     q: Floats  # X' r
     objective: float
-    sweeps: int
-    step: float  # the largest coordinate step that is left, relative to ||y||
+    sweeps: int  # of coordinate descent, Newton steps for p > 1 included
+    step: float  # the largest remaining coordinate step, relative to ||y||
 
     def converged(self, tol: float) -> bool:
         """Whether no coordinate step is larger than the tolerance."""
@@ -95,7 +98,7 @@ class LeastSquares:
     def solve(
         self, terms: Terms, start: Floats | None = None, tol: float = 1e-6, max_sweeps: int = 10000
     ) -> Solution:
-        """Minimise from one start; the result is a fixed point of all coordinate steps."""
+        """Minimise from one start, until no coordinate step is larger than the tolerance."""
         with single_threaded():
             return self._solve(terms, start, tol, max_sweeps)
 
@@ -140,9 +143,9 @@ class LeastSquares:
         """Minimise from several starts and return the solution with the lowest objective.
 
         A convex penalty needs one start. For p < 1 the starts are `start` (default: zero), the
-        Lasso, solutions for p between 1 and the given p, and zero. The Lasso selects features; the
-        other starts are compared on these only, which is cheap. The best one is improved by
-        exchanging features and then completed.
+        Lasso, solutions for p between 1 and the given p, and zero. To save time, the starts are
+        compared on the features in the Gram matrix only, which includes those of the Lasso. The
+        best solution is improved by exchanging features, then minimised over all features.
         """
         if terms.convex or n_starts == 1:
             return self.solve(terms, start, tol, max_sweeps)
@@ -176,10 +179,10 @@ class LeastSquares:
         )
 
     def _exchange(self, terms: Terms, w: Floats, count: int) -> Floats:
-        """Try to replace the least important features of a solution by others of the Gram matrix.
+        """Try to replace the least important features of a solution by others.
 
-        A correlated substitute of a true feature is a local minimum that coordinate steps cannot
-        leave. Forbidding it for a while lets the true feature enter.
+        If a feature that is correlated with a true one was selected first, coordinate steps cannot
+        replace it. A few sweeps without it let the true feature enter.
         """
         lowest = self._active_objective(terms, w)
         used = np.flatnonzero(w[self._active])
@@ -233,8 +236,8 @@ class LeastSquares:
     def _working_set(self, w: Floats, steps: Floats, q: Floats, limit: Floats) -> Indices:
         """Return the non-zero coefficients and the features with the largest steps, best first.
 
-        Features whose correlation q is just below the limit for a step follow: they are likely to
-        be needed next, and a larger set costs less than another product with X.
+        Features with a correlation q just below the limit for a step follow. They are likely to be
+        needed next, and a larger set takes less time than another product with X.
         """
         size = max(_FIRST_SET, int(_GROWTH * np.count_nonzero(w)))
         score = np.where(w != 0, np.inf, steps / self.scale + (steps > 0))
@@ -276,7 +279,7 @@ class LeastSquares:
         budget: int,
         without: int | None = None,
     ) -> int:
-        """Minimise over the features of the Gram matrix; update w and q (``X' r`` of those)."""
+        """Minimise over the features of the Gram matrix; update w and their ``q = X' r``."""
         part = w[self._active]
         cut = self._active_cut(terms)
         if without is not None:
@@ -295,7 +298,7 @@ class LeastSquares:
         return done
 
     def _active_cut(self, terms: Terms) -> Floats:
-        """Return the prox thresholds of the Gram matrix's features; keep the last ones."""
+        """Return the prox thresholds of the features in the Gram matrix, cached."""
         if self._last_cut[0] is not terms or len(self._last_cut[1]) != len(self._active):
             self._last_cut = (terms, terms.cut(np.diagonal(self._gram)))
         return self._last_cut[1]
@@ -311,7 +314,7 @@ class LeastSquares:
         except linalg.LinAlgError:  # not convex here, or two equal columns
             return
         step = linalg.cho_solve(factor, q[used] - terms.slope(before), check_finite=False)
-        # Stay within 90 % of the way to the next sign change: the slope jumps there.
+        # Stop before the first sign change, because the slope of the penalty jumps there.
         with np.errstate(divide="ignore", invalid="ignore"):
             ways = np.where(step * before < 0, -before / step, np.inf)
         length = min(1.0, 0.9 * float(ways.min(initial=np.inf)))
