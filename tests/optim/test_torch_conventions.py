@@ -394,7 +394,8 @@ class TestTracing:
             loss = model(x).square().sum()
             grads = list(torch.autograd.grad(loss, params))
             if build is padam:
-                adam = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+                # torch's compiled foreach step needs capturable for step counts in tensors.
+                adam = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "capturable": foreach}
                 pdecay.functional.padam(params, grads, *moments, [], steps, **adam, **options)
             else:
                 pdecay.functional.psgd(params, grads, moments[0], momentum=0.9, **options)

@@ -215,6 +215,15 @@ class TestCounting:
         train(model, optimizer, 3)
         assert target.last_step == 3
 
+    def test_non_finite_float16_weights_are_explained(self):
+        weight = nn.Parameter(torch.randn(8, 8).half())
+        optimizer = PAdam([weight], lr=1e-2, decay=Lp(0.8, 1))
+        SparsityTarget(optimizer, 0.5, 10, start=0.0)
+        weight.grad = torch.full_like(weight, math.nan)
+        with pytest.warns(UserWarning, match=r"NaN after step 1\. In float16.*16-mixed"):
+            optimizer.step()
+        optimizer.step()  # warns once
+
     def test_non_finite_step_does_not_change_the_measured_update(self):
         model = build()
         optimizer = padam(model)
