@@ -58,7 +58,7 @@ def main() -> None:
             for batch in (1, 64):
                 x = torch.randn(batch, SIZE)
                 functions = [partial(dense, x), csr(dense, x), partial(sparse, x)]
-                taken = interleaved(functions, seconds=1.0)
+                taken = interleaved(functions, seconds=1.0).seconds
                 times = "".join(f"{1e6 * one:9.0f}" for one in taken)
                 print(f"{threads:7} {zeros:6.0%} {batch:6} {times}")
     print("\nbatch 1, 95 % zeros, each call after another\nthreads  dense us  sparse us  ratio")

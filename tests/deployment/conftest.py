@@ -15,22 +15,31 @@ T = TypeVar("T")
 def clock(monkeypatch):
     """Replace the timing: by default sparse layers and the sparse model are the fastest."""
 
-    from pdecay.deployment.runtime import pipeline
+    from pdecay.deployment.runtime import layer_choice, pipeline
+    from pdecay.deployment.runtime.timing import Timing
 
     class Clock:
         sparse = 1.0
         dense = 2.0
         model = None  # seconds of the models, in the order dense, smaller, sparse
 
-        def __call__(self, functions, **options):
+        spread = 0.01
+        is_disturbed = False
+
+        def time_models(self, functions, **options):
             for function in functions:
                 function()
-            if options:  # the whole models
-                return (self.model or [3.0, 2.0, 1.0])[: len(functions)]
-            return [self.dense, self.sparse]
+            times = [*(self.model or [3.0, 2.0, 1.0]), 2.5]  # the last is dense and folded
+            return Timing(tuple(times[: len(functions)]), self.spread, self.is_disturbed)
+
+        def time_layer(self, functions, **options):
+            for function in functions:
+                function()
+            return Timing((self.dense, self.sparse), self.spread)
 
     clock = Clock()
-    monkeypatch.setattr(pipeline, "interleaved", clock)
+    monkeypatch.setattr(pipeline, "interleaved", clock.time_models)
+    monkeypatch.setattr(layer_choice, "interleaved", clock.time_layer)
     return clock
 
 

@@ -29,6 +29,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     target = Path(os.path.realpath(path))  # replace the file that a symbolic link points to
     mode = _permissions(target)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(
+            errno.ENOENT, "No such folder, create it first", str(Path(path).parent)
+        )
     part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}{_UNFINISHED}")
     raw = _RawFile(part, 0o666 if mode is None else mode & 0o600)
     try:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize, prune
 from pdecay.deployment.compact import CompactError
 from pdecay.deployment.layers import kernel as layers_kernel
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLinear
-from pdecay.deployment.runtime import pipeline
+from pdecay.deployment.runtime import layer_choice, pipeline
 from pdecay.deployment.runtime.pipeline import deploy
 from pdecay.lab.models import CNN, GPT, MLP, ResNet
 
@@ -441,7 +441,7 @@ def test_model_with_different_outputs_is_not_deployed(clock, monkeypatch):
         made.values.mul_(1.01)
         return made
 
-    monkeypatch.setattr(pipeline, "_sparse", wrong)
+    monkeypatch.setattr(layer_choice, "make_sparse", wrong)
     deployed = deploy(mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64))
     assert deployed.report.chosen == "smaller"
     assert "not sparse: its outputs differ by" in deployed.report.notes[0]
@@ -498,7 +498,7 @@ def test_report_is_table_and_plain_data_and_pickles(clock):
     shown = str(report)
     assert "features.0" in shown
     assert "sparse: 2.0x" in shown
-    assert "3.00 times as fast on 1 thread" in shown
+    assert "3.00 times as fast with batch size 3, 1 thread" in shown
     assert "folded into the layer before: features.1" in shown
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["speedup"] == 3.0
@@ -574,3 +574,75 @@ def test_checks_of_other_batch_sizes_keep_no_plans():
     deployed = deploy(model, torch.randn(1, 512))
     layers = [layer for layer in deployed.modules() if isinstance(layer, SparseLinear)]
     assert all(len(layer._calls) == 1 for layer in layers)
+
+
+def test_choose_sparse_and_dense(clock):
+    clock.model = [1.0, 2.0, 3.0]  # sparse is the slowest
+    model, x = mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)
+    sparse = deploy(model, x, choose="sparse")
+    assert sparse.report.chosen == "sparse"
+    assert {layer.why for layer in sparse.report.layers} == {"as asked"}
+    dense = deploy(model, x, choose="dense")
+    assert dense.report.chosen == "smaller"
+    assert not any(isinstance(module, SparseLinear) for module in dense.modules())
+    assert_same(sparse, model, x)
+    assert_same(dense, model, x)
+
+
+def test_plan_repeats_choices(clock):
+    model, x = mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)
+    plan = json.loads(json.dumps(deploy(model, x).report.plan))
+    assert plan["batch"] == 3
+    plan["sparse"].pop("layers.1")
+    again = deploy(model, x, choose=plan)
+    assert [layer.choice for layer in again.report.layers] == ["dense", "sparse"]
+    assert again.report.plan["sparse"] == plan["sparse"]
+    plan["sparse"]["layers.3"] = [10, 31]
+    with pytest.raises(ValueError, match=r"shape \[10, 31\], which has shape \[10, 32\]"):
+        deploy(model, x, choose=plan)
+    plan["sparse"] = {"head": [1, 2]}
+    with pytest.raises(ValueError, match="which this model does not have"):
+        deploy(model, x, choose=plan)
+
+
+def test_invalid_choices_are_rejected():
+    model, x = nn.Linear(2, 2), torch.randn(1, 2)
+    with pytest.raises(ValueError, match="choose must be 'measured', 'sparse', 'dense' or a plan"):
+        deploy(model, x, choose="fast")
+    with pytest.raises(ValueError, match="choose is a dict without 'chosen'"):
+        deploy(model, x, choose={})
+    with pytest.raises(ValueError, match="seconds must be at least 0"):
+        deploy(model, x, seconds=-1)
+
+
+def test_report_separates_folding_from_zeros(clock):
+    model = with_batch_statistics(
+        mostly_zero(CNN(1, 16, (4, 8), 16, 10)), torch.randn(3, 1, 16, 16)
+    )
+    model.features[4].weight.data[:, :1] = 0  # a dead unit, so that folding alone differs
+    report = deploy(model, torch.randn(3, 1, 16, 16)).report
+    assert report.removed == 1
+    assert report.folded_time == 2.5
+    assert "dense, batch norms folded" in str(report)
+    assert report.batch == 3
+    without = deploy(mostly_zero(MLP(8, (8,), 2), 0.6), torch.randn(2, 8)).report
+    assert without.folded_time is None
+    assert "batch norms folded" not in str(without)
+
+
+def test_time_budget_and_progress(capsys):
+    model, x = mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)
+    deployed = deploy(model, x, seconds=0, progress=True)
+    assert deployed.report.dense_time > 0
+    shown = capsys.readouterr().err
+    assert "layer layers.1 (1 of 2)" in shown
+    assert "the whole model" in shown
+    assert shown.endswith("\r\033[K")
+    deploy(model, x, seconds=0)
+    assert capsys.readouterr().err == ""
+
+
+def test_disturbed_measurement_is_reported(clock):
+    clock.is_disturbed = True
+    report = deploy(mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)).report
+    assert "times varied by 1%, probably because of other processes" in str(report)

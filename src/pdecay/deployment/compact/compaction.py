@@ -61,11 +61,11 @@ def compact(
     Args:
         model: the trained model. Only weights that are exactly zero count; :func:`pdecay.prune_`
             sets small weights to zero.
-        example_inputs: a tensor, a tuple of arguments, or a dict of keyword arguments. The model
-            runs on it in eval mode. The result is the same function along the code that runs on
-            this example; it is also checked with one row and with twice the rows. Layers that do
-            not run on the example are not changed, so that they may not fit the smaller layers
-            before them; the report names them.
+        example_inputs: a tensor, a tuple of arguments, a dict of keyword arguments, or a pair of
+            both, ``((x,), {"mask": mask})``. The model runs on it in eval mode. The result is the
+            same function along the code that runs on this example; it is also checked with one row
+            and with twice the rows. Layers that do not run on the example are not changed, so that
+            they may not fit the smaller layers before them; the report names them.
         optimizer: the optimizer of this model, whose state is carried over.
         fold: whether constants may be folded into biases. If False, constant units are kept.
 
@@ -162,7 +162,15 @@ class _Compaction:
         try:
             expected = outputs(current, self.inputs)
         except Exception as error:
-            raise CompactError(f"the model does not run on example_inputs: {error}") from error
+            hint = ""
+            if self.inputs.kwargs and not self.inputs.args:
+                hint = (
+                    " (a dict gives keyword arguments; for a model that takes a dict, give a "
+                    "tuple with it, (batch,))"
+                )
+            raise CompactError(
+                f"the model does not run on example_inputs: {error}{hint}"
+            ) from error
         if not expected:
             raise CompactError(
                 "the model returns no tensors, so that its outputs cannot be compared"

@@ -74,6 +74,7 @@ DTYPE_BITS = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
 MAX_DIMENSIONS = 64
+_TORCH_FILES = (b"PK\x03\x04", b"\x80\x02")  # the first bytes of zip archives and old pickles
 _MAX_HEADER = 100_000_000  # the limit of safetensors
 _MAX_SIZE = 2**63 - 1
 
@@ -146,7 +147,13 @@ class Container:
     def _read_header(self) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
         if self.size < 8:
             raise FileFormatError(f"{self.size} bytes are too few for a safetensors file")
-        length = int.from_bytes(self.read(0, 8).tobytes(), "little")
+        start = self.read(0, 8).tobytes()
+        if start.startswith(_TORCH_FILES):
+            raise FileFormatError(
+                "this is a file of torch.save or torch.export, not a safetensors file: use "
+                "torch.load(path, weights_only=True), or torch.export.load(path) for .pt2"
+            )
+        length = int.from_bytes(start, "little")
         limit = min(self.size - 8, _MAX_HEADER)
         if length > limit:
             raise FileFormatError(

@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ import pdecay
 from pdecay.deployment.files.container import (
     MAX_DIMENSIONS,
     Container,
+    FileFormatError,
     check_byte_order,
     prefix_errors,
     short_repr,
@@ -34,11 +35,19 @@ from pdecay.deployment.files.reader import FORMAT, FORMAT_VERSION, TIED, TensorF
 from pdecay.deployment.files.save_report import SaveReport
 from pdecay.deployment.files.table import Row
 from pdecay.deployment.files.writer import write_dense, write_sparse
-from pdecay.deployment.model.state import memory_key
+from pdecay.deployment.model.errors import ExportError
+from pdecay.deployment.model.inputs import Inputs, kept_example
+from pdecay.deployment.model.outputs import difference, outputs
+from pdecay.deployment.model.state import evaluating, memory_key
+from pdecay.deployment.program import capture, restore
 
 PathLike = str | os.PathLike[str]
 Model = TypeVar("Model", bound=nn.Module)
 
+PROGRAM = "pdecay.program"  # the name of the program among the tensors of a file
+
+_MAX_PROGRAM = 1 << 28  # bytes
+_TOLERANCE = 1e-4  # relative to the largest element of an output
 _RESERVED_KEYS = ("format", "format_version", "pdecay_version", "sparsity")
 _MAX_LISTED = 8
 
@@ -47,6 +56,7 @@ def save(
     model: nn.Module | Mapping[str, Tensor],
     path: PathLike,
     *,
+    example_inputs: Any = None,
     metadata: Mapping[str, str] | None = None,
     dense: bool = False,
 ) -> SaveReport:
@@ -60,14 +70,25 @@ def save(
     with several names is stored once and stays tied. The file is complete when it appears under
     its name. Besides the model, saving takes about the memory of one tensor.
 
+    With `example_inputs`, and always for a model of :func:`pdecay.deploy`, the file also has the
+    model's program, recorded by ``torch.export`` in eval mode. :func:`load` then returns a model
+    that runs without the code of its class, for any batch size if the model allows it. The program
+    is compared with the model before the file is written.
+
     Args:
         model: a model or a state dict.
         path: the file or folder to write. An existing file is replaced.
+        example_inputs: as for :func:`pdecay.deploy`, to save the program too. A deployed model has
+            its own example.
         metadata: strings to store in the file. ``"model"`` defaults to the model's class name.
         dense: write an ordinary safetensors file with all zeros, readable without pdecay.
 
     Returns:
         A report of the stored sizes; ``str()`` formats it as a table.
+
+    Raises:
+        ExportError: if the model's program cannot be recorded, or its outputs differ from the
+            model's. Nothing is written then.
 
     Example:
         >>> import tempfile
@@ -91,7 +112,11 @@ def save(
                 "at random: save to a folder, or pass dense=True",
                 stacklevel=2,
             )
-    state = _collect(model)
+    if example_inputs is not None:
+        example = Inputs.of(example_inputs)
+    else:  # folders of Hugging Face models have a configuration instead
+        example = None if is_pretrained_model(model) else kept_example(model)
+    state = _collect(model if example is None else _with_program(model, example))
     header = {"format": "pt"} if dense else {"format": FORMAT, "format_version": FORMAT_VERSION}
     header["pdecay_version"] = pdecay.__version__
     if isinstance(model, nn.Module):
@@ -106,7 +131,7 @@ def save(
 @overload
 def load(
     path: PathLike, model: None = None, *, strict: bool = True, max_bytes: int | None = None
-) -> OrderedDict[str, Tensor]: ...
+) -> Any: ...
 
 
 @overload
@@ -119,10 +144,12 @@ def load(
     *,
     strict: bool = True,
     max_bytes: int | None = None,
-) -> Model | OrderedDict[str, Tensor]:
+) -> Any:
     """Read a file written by :func:`save`, or any other safetensors file.
 
-    The whole file is checked before memory is allocated or a weight is changed.
+    The whole file is checked before memory is allocated or a weight is changed. A file contains
+    data only: no Python code of a file is run. The program of a saved model may call torch's
+    operators and nothing else.
 
     Args:
         path: the file to read, or the folder of a Hugging Face model.
@@ -135,7 +162,9 @@ def load(
             to a sparsity of about 98 % in float32. With a model, its shapes are the limit.
 
     Returns:
-        The model; without one, a state dict of dense tensors on the CPU.
+        The given `model`. Without one: the saved model if the file has a program, a module for
+        inference that needs no code but torch and pdecay; else a state dict of dense tensors on the
+        CPU.
 
     Raises:
         FileFormatError: if the file is damaged, malicious or needs too much memory.
@@ -152,7 +181,8 @@ def load(
         if model is None:
             file.check_memory()
             file.check_contents()
-            return _state_dict(file)
+            state = _state_dict(file)
+            return _restored(state) if PROGRAM in state else state
         targets = _match_targets(path, file, model, strict)
         file.check_contents()
         _copy_into(file, model, targets)
@@ -190,6 +220,35 @@ def _save_folder(
     (folder / other).unlink(missing_ok=True)  # weights of an earlier save
     write_config(model, folder, attributes)
     return report
+
+
+def _with_program(model: object, example: Inputs) -> dict[str, Tensor]:
+    """Return the tensors of a model's program and the program itself as a tensor of bytes."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"a program needs a torch.nn.Module, got {type(model).__name__}: save a state dict "
+            "without example_inputs"
+        )
+    captured = capture(model, example)
+    program = torch.frombuffer(bytearray(captured.program), dtype=torch.uint8)
+    state = {PROGRAM: program, **captured.tensors}
+    loaded = _restored(state)
+    with evaluating(model):
+        for inputs in (example, *([example.repeated()] if captured.free_batch else [])):
+            error = difference(outputs(model, inputs), outputs(loaded, inputs))
+            if error > _TOLERANCE:
+                raise ExportError(
+                    f"the outputs of the recorded program differ by {error:.1e} of the largest "
+                    f"element, more than {_TOLERANCE:g}: nothing was written"
+                )
+    return state
+
+
+def _restored(state: Mapping[str, Tensor]) -> nn.Module:
+    try:
+        return restore(state[PROGRAM].numpy().tobytes(), state, _MAX_PROGRAM)
+    except ValueError as error:
+        raise FileFormatError(str(error)) from error
 
 
 def _collect(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor | str]:
@@ -265,6 +324,10 @@ def _match_targets(
     state = model.state_dict()
     targets: dict[str, list[Tensor]] = {name: [] for name in file.tensors}
     problems = []
+    if PROGRAM in file.names:
+        raise ValueError(
+            f"{os.fspath(path)} is a saved model with its program: call load(path) without a model"
+        )
     for name in file.names:
         stored_name = file.ties.get(name, name)
         target = state.get(name)

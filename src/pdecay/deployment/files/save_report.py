@@ -100,7 +100,9 @@ class SaveReport:
         lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
         if self.nbytes:
             lines.append(
-                f"{self.path}: {self.dense_nbytes / self.nbytes:.1f} times smaller than in "
-                f"memory, {self.nbytes / max(self.bound, 1) - 1:+.1%} above the bound"
+                f"{self.path}: {self.nbytes:,} bytes, "
+                f"{self.nbytes / max(1, self.dense_nbytes):.1%} of the {self.dense_nbytes:,} in "
+                "memory, "
+                f"{self.nbytes / max(self.bound, 1) - 1:+.1%} above the bound"
             )
         return "\n".join(lines)

@@ -23,25 +23,30 @@ class Inputs:
 
     @classmethod
     def of(cls, example: Any) -> Inputs:
-        """Make inputs from a tensor, a tuple of arguments, or a dict of keyword arguments."""
-        if isinstance(example, cls):
-            made = example
-        elif isinstance(example, Tensor):
-            made = cls((example,), {})
-        elif isinstance(example, Mapping):
-            names = [name for name in example if not isinstance(name, str)]
-            if names:
+        """Make inputs from an example.
+
+        Args:
+            example: a tensor, a tuple of arguments, a dict of keyword arguments, or a pair of both,
+                ``((x,), {"mask": mask})``. A model that takes a dict as its argument gets it from a
+                tuple, ``({"x": x},)``.
+        """
+        match example:
+            case Inputs():
+                made = example
+            case Tensor():
+                made = cls((example,), {})
+            case Mapping():
+                made = cls((), _keywords(example))
+            case (tuple() | list() as args, Mapping() as kwargs):
+                made = cls(tuple(args), _keywords(kwargs))
+            case tuple() | list():
+                made = cls(tuple(example), {})
+            case _:
                 raise TypeError(
-                    f"the keys of example_inputs must be strings (argument names), got {names[0]!r}"
+                    "example_inputs must be a tensor, a tuple of the model's arguments, a dict of "
+                    "its keyword arguments, or a pair of both, ((x,), {'mask': mask}), "
+                    f"got {type(example).__name__}"
                 )
-            made = cls((), dict(example))
-        elif isinstance(example, tuple | list):
-            made = cls(tuple(example), {})
-        else:
-            raise TypeError(
-                "example_inputs must be a tensor, a tuple of the model's arguments or a dict of "
-                f"its keyword arguments, got {type(example).__name__}"
-            )
         given = (*made.args, *made.kwargs.values())
         if any(type(value).__module__ == "transformers.cache_utils" for value in given):
             raise ValueError(
@@ -125,3 +130,26 @@ class Inputs:
             (self.args, self.kwargs),
         )
         return replace(self, args=args, kwargs=kwargs)
+
+
+_KEPT = "_example_inputs"  # the attribute of a deployed model with its example
+
+
+def keep_example(model: nn.Module, inputs: Inputs) -> None:
+    """Store example inputs in a model, so that it can be saved as a program later."""
+    setattr(model, _KEPT, inputs)
+
+
+def kept_example(model: object) -> Inputs | None:
+    """Return the example inputs that a deployed model keeps; None for other models."""
+    example = getattr(model, _KEPT, None)
+    return example if isinstance(example, Inputs) else None
+
+
+def _keywords(example: Mapping[Any, Any]) -> dict[str, Any]:
+    for name in example:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"the keys of example_inputs must be strings (argument names), got {name!r}"
+            )
+    return dict(example)

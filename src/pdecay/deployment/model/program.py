@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator
@@ -72,11 +73,10 @@ def quiet() -> Iterator[None]:
 def _export(model: nn.Module, inputs: Inputs, *, free_batch: bool) -> ExportedProgram:
     shapes: Any = None
     if free_batch:
-        args, kwargs = tree_map(
-            lambda leaf: {0: Dim.DYNAMIC} if isinstance(leaf, Tensor) else None,
-            (inputs.args, inputs.kwargs),
+        named = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
+        shapes = tree_map(
+            lambda leaf: {0: Dim.DYNAMIC} if isinstance(leaf, Tensor) else None, dict(named)
         )
-        shapes = kwargs if kwargs else args
     with torch.no_grad():
         program = torch.export.export(
             model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False

@@ -1,6 +1,7 @@
 """Deployment on this machine's CPU: the faster of dense and sparse for every layer.
 
     pipeline       deploy: compact, fold, choose, fuse, verify and measure
+    layer_choice   dense or sparse for each layer: measured, forced or planned
     usage          how a model uses its layers, observed in a run
     rewriting      batch-norm folding and the replacement of layers
     fusion         ReLUs and sums fused into sparse layers

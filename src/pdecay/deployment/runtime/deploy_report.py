@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pdecay._utils.tables import aligned
 
+PLAN_FORMAT = ("chosen", "sparse")  # the keys that every plan has
+
 _MAX_NAMES = 6  # folded modules to print
 
 
@@ -46,10 +48,15 @@ class DeployReport:
         chosen: the fastest model: "sparse" has sparse layers, "smaller" is compacted and has
             folded batch norms, "dense" is the original.
         dense_time, deployed_time: seconds of a run on the example, original and deployed.
+        folded_time: seconds of the original with folded batch norms, whose weights are all dense;
+            None if no batch norm was folded. It separates the gain of folding from the gain of
+            zeros.
+        spread: how much the ratios of these times varied during the measurement; 0.1 is 10 %.
         dense_bytes, deployed_bytes: bytes of parameters and buffers.
         folded: batch norms, ReLUs and sums that became part of the layer before them.
         removed: the number of units that compaction removed.
         difference: the largest difference of outputs, relative to the largest output.
+        batch: the number of rows of the example; None if its tensors have different numbers.
         threads: torch's number of threads.
         notes: steps that were skipped, with reasons.
     """
@@ -57,12 +64,15 @@ class DeployReport:
     layers: tuple[DeployedLayer, ...]
     chosen: Literal["sparse", "smaller", "dense"]
     dense_time: float
+    folded_time: float | None
     deployed_time: float
+    spread: float
     dense_bytes: int
     deployed_bytes: int
     folded: tuple[str, ...]
     removed: int
     difference: float
+    batch: int | None
     threads: int
     notes: tuple[str, ...] = ()
 
@@ -70,6 +80,17 @@ class DeployReport:
     def speedup(self) -> float:
         """The original time divided by the deployed time."""
         return self.dense_time / self.deployed_time
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The choices as plain data, ready for JSON, for ``deploy(model, inputs, choose=plan)``."""
+        return {
+            "chosen": self.chosen,
+            "sparse": {one.name: list(one.shape) for one in self.layers if one.choice == "sparse"},
+            "batch": self.batch,
+            "threads": self.threads,
+            "speedup": round(self.speedup, 2),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -95,13 +116,7 @@ class DeployReport:
         ]
         table = aligned(rows)
         lines = [table[0], "-" * max(map(len, table)), *table[1:]]
-        lines += [
-            "",
-            f"original {1e6 * self.dense_time:12,.1f} us {self.dense_bytes / 1e3:12,.1f} kB",
-            f"deployed {1e6 * self.deployed_time:12,.1f} us {self.deployed_bytes / 1e3:12,.1f} kB",
-            f"{self.speedup:.2f} times as fast on {_plural(self.threads, 'thread')}",
-            f"outputs differ by {self.difference:.1e} of the largest output",
-        ]
+        lines += ["", *self._summary()]
         if self.chosen != "sparse":
             lines.append(
                 "sparse layers were not faster"
@@ -114,6 +129,26 @@ class DeployReport:
             names = ", ".join(self.folded[:_MAX_NAMES])
             lines.append(f"folded into the layer before: {names}{more}")
         return "\n".join([*lines, *self.notes])
+
+    def _summary(self) -> list[str]:
+        """Return the times and bytes of the whole model."""
+        rows: list[tuple[str, ...]] = [("", "", "us", "kB", "times as fast")]
+        times = [
+            ("original", self.dense_time, self.dense_bytes),
+            ("dense, batch norms folded", self.folded_time, None),
+            (f"deployed ({self.chosen})", self.deployed_time, self.deployed_bytes),
+        ]
+        rows += [
+            (name, "", _microseconds(seconds), _kilobytes(size), f"{self.dense_time / seconds:.2f}")
+            for name, seconds, size in times
+            if seconds is not None
+        ]
+        batch = "" if self.batch is None else f"batch size {self.batch}, "
+        return [
+            *aligned(rows),
+            f"{self.speedup:.2f} times as fast with {batch}{_plural(self.threads, 'thread')}",
+            f"outputs differ by {self.difference:.1e} of the largest output",
+        ]
 
 
 def _plural(count: int, noun: str) -> str:

@@ -3,37 +3,47 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from pdecay._utils.progress import Progress
 from pdecay.deployment.compact import CompactError, compact
-from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer, SparseLinear
-from pdecay.deployment.model.inputs import Inputs
+from pdecay.deployment.layers.modules import SparseLayer
+from pdecay.deployment.model.inputs import Inputs, keep_example
 from pdecay.deployment.model.outputs import difference, outputs
 from pdecay.deployment.model.state import shared_copy, total_nbytes
 from pdecay.deployment.runtime.deploy_report import DeployedLayer, DeployReport
 from pdecay.deployment.runtime.fusion import fuse
-from pdecay.deployment.runtime.rewriting import fold_batch_norms, obstacle, with_sparse_layers
-from pdecay.deployment.runtime.timing import interleaved
-from pdecay.deployment.runtime.usage import InputSpec, Usage, is_layer, observe_usage, record_calls
+from pdecay.deployment.runtime.layer_choice import Choose, check_choose, choose_layers
+from pdecay.deployment.runtime.rewriting import fold_batch_norms, with_sparse_layers
+from pdecay.deployment.runtime.timing import Timing, interleaved
+from pdecay.deployment.runtime.usage import Usage, observe_usage, record_calls
 
 __all__ = ["DeployReport", "DeployedLayer", "deploy"]
 
 Choice = Literal["sparse", "smaller", "dense"]
 
-_MIN_SPARSITY = 0.3  # a sparse layer is never faster below this sparsity
-_MAX_RATIO = 0.9  # a sparse layer must take at most this fraction of the dense time
+_CHOICES: tuple[Choice, ...] = ("sparse", "smaller", "dense")  # in the order of preference
 _TOLERANCE = 1e-4  # relative to the largest output: rounding errors of another summation order
 _TIE = 1.02  # times within this ratio count as equal
+_QUIET_SECONDS = 0.5  # enough to measure the whole model on an idle machine
+_LAYER_SHARE = 0.5  # of the time for measurements; the rest is for the whole model
 
 
-def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
+def deploy(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    seconds: float = 30.0,
+    choose: Choose = "measured",
+    progress: bool | None = None,
+) -> nn.Module:
     """Make a sparse model fast on this machine.
 
     The model is compacted (:func:`pdecay.compact`), and batch norms are folded into the layers
@@ -48,10 +58,18 @@ def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
     Args:
         model: the trained model; it is not changed. Only exact zeros count (see
             :func:`pdecay.prune_`).
-        example_inputs: a tensor, a tuple of arguments, or a dict of keyword arguments, with the
-            batch size of later use. The model's code must take the same branches later. This is
-            checked for one row and for twice the rows: a version whose outputs differ there is
-            not used, and the report says so.
+        example_inputs: a tensor, a tuple of arguments, a dict of keyword arguments, or a pair of
+            both, ``((x,), {"mask": mask})``, with the batch size of later use. The model's code
+            must take the same branches later. This is checked for one row and for twice the rows: a
+            version whose outputs differ there is not used, and the report says so.
+        seconds: the most time for measurements. They end earlier if repeated measurements agree.
+            If they still vary at the end, because other processes use the processor, the report
+            says so.
+        choose: ``"measured"`` takes the faster form of each layer and of the model. ``"sparse"``
+            makes each layer sparse that can be, and ``"dense"`` none; both measure the whole model
+            only. A plan, ``deployed.report.plan`` of an earlier call, repeats its choices: it is
+            plain data, so that another process can read it from a JSON file.
+        progress: whether to show a progress bar on standard error; None shows it in terminals.
 
     Returns:
         A copy for inference, in eval mode and without gradients. Its ``report`` has the times,
@@ -59,6 +77,7 @@ def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
 
     Raises:
         CompactError: if the model does not run on the example.
+        ValueError: if an argument is invalid, or a plan does not fit the model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -71,22 +90,42 @@ def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
         ('0', True)
     """
     inputs = Inputs.of(example_inputs)
+    check_choose(choose)
+    if not seconds >= 0:
+        raise ValueError(f"seconds must be at least 0, got {seconds!r}")
     _check_deployable(model)
+    with Progress("deploy", progress) as say:
+        return _deployed(model, inputs, seconds, choose, say)
+
+
+def _deployed(
+    model: nn.Module,
+    inputs: Inputs,
+    seconds: float,
+    choose: Choose,
+    say: Callable[[float, str], None],
+) -> nn.Module:
+    say(0.0, "removing dead units")
     smaller, notes = _compacted(model, inputs)
     given = shared_copy(model)
     usage = observe_usage(smaller, inputs)
     folded = fold_batch_norms(smaller, usage)
-    layers, sparse = _choose_layers(smaller, usage, inputs)
+    start = time.perf_counter()
+    layers, sparse = choose_layers(
+        *(smaller, usage, inputs, choose, _LAYER_SHARE * seconds),
+        lambda share, text: say(0.1 + 0.4 * share, text),
+    )
+    seconds = max(0.0, seconds - (time.perf_counter() - start))
     models: dict[Choice, nn.Module] = {"dense": given, "smaller": smaller}
     fused: list[str] = []
     if sparse:
         models["sparse"], fused = _fused_model(smaller, sparse, usage, inputs)
 
+    say(0.5, "comparing outputs")
     expected = outputs(given, inputs)
     errors = {name: difference(expected, outputs(one, inputs)) for name, one in models.items()}
     other_errors = _other_batch_errors(given, models, inputs)
-    candidates: tuple[Choice, ...] = ("smaller", "sparse")
-    for name in candidates:
+    for name in ("smaller", "sparse"):
         where = "" if errors.get(name, 0.0) > _TOLERANCE else " for another batch size"
         error = max(errors.get(name, 0.0), other_errors.get(name, 0.0))
         if error > _TOLERANCE:
@@ -94,8 +133,19 @@ def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
                 f"not {name}: its outputs differ by {error:.1e}{where}, more than {_TOLERANCE:.0e}"
             )
             del models[name]
-    times = _model_times(models, inputs.copy())
-    chosen = _fastest(times)
+    removed = _removed_units(smaller)
+    timed: dict[str, nn.Module] = {str(name): one for name, one in models.items()}
+    if folded and "smaller" in models:
+        timed["folded"] = _folded_model(model, inputs) if removed else smaller
+    times, timing = _time_models(
+        timed, inputs.copy(), seconds, lambda share, text: say(0.6 + 0.4 * share, text)
+    )
+    if timing.is_disturbed and choose == "measured":
+        notes.append(
+            f"times varied by {timing.spread:.0%}, probably because of other processes: deploy on "
+            "an idle machine or with more seconds= to be sure"
+        )
+    chosen = _choose_model(times, choose)
     if chosen == "dense":  # the result must not share the caller's tensors
         models["dense"] = copy.deepcopy(model).eval().requires_grad_(False)
     if chosen != "sparse":
@@ -110,15 +160,19 @@ def deploy(model: nn.Module, example_inputs: Any) -> nn.Module:
         layers=tuple(layers),
         chosen=chosen,
         dense_time=times["dense"],
+        folded_time=times.get("folded"),
         deployed_time=times[chosen],
+        spread=timing.spread,
         dense_bytes=_nbytes(given),
         deployed_bytes=_nbytes(deployed),
         folded=() if chosen == "dense" else (*folded, *(fused if chosen == "sparse" else ())),
-        removed=0 if chosen == "dense" else _removed_units(smaller),
+        removed=0 if chosen == "dense" else removed,
         difference=errors[chosen],
+        batch=len(inputs.tensors[0]) if inputs.has_batch else None,
         threads=torch.get_num_threads(),
         notes=tuple(notes),
     )
+    keep_example(deployed, inputs.copy())
     return deployed
 
 
@@ -150,8 +204,8 @@ def _compacted(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, list[str]]:
         try:
             smaller = copy.deepcopy(model).eval()
             outputs(smaller, inputs)
-        except Exception:  # the model cannot be copied or run: report the first error
-            raise error from None
+        except Exception as own:  # the model cannot be copied or run
+            raise error from own
         notes.append(f"not compacted: {error}")
     return smaller.eval().requires_grad_(False), notes
 
@@ -179,79 +233,6 @@ def _other_batch_errors(
     return errors
 
 
-def _choose_layers(
-    model: nn.Module, usage: Usage, inputs: Inputs
-) -> tuple[list[DeployedLayer], dict[nn.Module, SparseLayer]]:
-    """Time each layer; return the report of all layers and the sparse layers to use."""
-    layers = {name: one for name, one in model.named_modules() if is_layer(one)}
-    rows = {name: _unmeasured(model, name, layer, usage) for name, layer in layers.items()}
-    candidates: dict[nn.Module, SparseLayer] = {
-        layers[name]: _sparse(layers[name]) for name, row in rows.items() if not row.why
-    }
-    # The memory format of a layer's input depends on the layers before it, so record the inputs in
-    # a model with all sparse layers.
-    trial, _ = with_sparse_layers(model, candidates, usage)
-    specs = record_calls(trial, inputs)
-    chosen: dict[nn.Module, SparseLayer] = {}
-    for name, layer in layers.items():
-        if layer not in candidates:
-            continue
-        sparse = candidates[layer]
-        dense_time, sparse_time = _layer_times(layer, sparse, specs[trial.get_submodule(name)])
-        is_faster = sparse_time < _MAX_RATIO * dense_time
-        rows[name] = replace(
-            rows[name],
-            sparse_bytes=sparse.nbytes,
-            dense_time=dense_time,
-            sparse_time=sparse_time,
-            choice="sparse" if is_faster else "dense",
-            why=f"{dense_time / sparse_time:.1f}x" if is_faster else "faster",
-        )
-        if is_faster:
-            chosen[layer] = sparse
-    return list(rows.values()), chosen
-
-
-def _unmeasured(
-    model: nn.Module, name: str, layer: nn.Linear | nn.Conv2d, usage: Usage
-) -> DeployedLayer:
-    """Return a layer's report before timing; `why` is set if it must stay dense."""
-    sparsity = int((layer.weight == 0).sum()) / max(1, layer.weight.numel())
-    why = obstacle(model, layer, usage) or ("few zeros" if sparsity < _MIN_SPARSITY else "")
-    return DeployedLayer(
-        name=name,
-        kind=type(layer).__name__,
-        shape=tuple(layer.weight.shape),
-        sparsity=sparsity,
-        choice="dense",
-        why=why,
-        dense_bytes=_nbytes(layer),
-    )
-
-
-def _sparse(layer: nn.Linear | nn.Conv2d) -> SparseLayer:
-    return SparseConv2d(layer) if isinstance(layer, nn.Conv2d) else SparseLinear(layer)
-
-
-@torch.inference_mode()
-def _layer_times(
-    layer: nn.Module, sparse: nn.Module, specs: list[InputSpec | None]
-) -> tuple[float, float]:
-    """Return the seconds of all calls of a layer, dense and sparse."""
-    totals = [0.0, 0.0]
-    for spec, count in Counter(specs).items():
-        assert spec is not None
-        x = spec.random()
-        dense = partial(_call_contiguous, layer, x) if spec.channels_last else partial(layer, x)
-        for k, seconds in enumerate(interleaved([dense, partial(sparse, x)])):
-            totals[k] += count * seconds
-    return totals[0], totals[1]
-
-
-def _call_contiguous(layer: nn.Module, x: Tensor) -> Tensor:
-    return cast(Tensor, layer(x.contiguous()))
-
-
 def _fused_model(
     model: nn.Module, sparse: Mapping[nn.Module, SparseLayer], usage: Usage, inputs: Inputs
 ) -> tuple[nn.Module, list[str]]:
@@ -268,16 +249,53 @@ def _fused_model(
 
 
 @torch.inference_mode()
-def _model_times(models: Mapping[Choice, nn.Module], inputs: Inputs) -> dict[Choice, float]:
-    calls = [partial(inputs.call, one, copy=False) for one in models.values()]
-    return dict(zip(models, interleaved(calls, rounds=11, seconds=0.5), strict=True))
+def _time_models(
+    models: Mapping[str, nn.Module],
+    inputs: Inputs,
+    seconds: float,
+    say: Callable[[float, str], None],
+) -> tuple[dict[str, float], Timing]:
+    """Return the seconds of a run of each model, and the measurement."""
+    distinct = list({id(one): one for one in models.values()}.values())
+    calls = [partial(inputs.call, one, copy=False) for one in distinct]
+    start = time.perf_counter()
+
+    def on_round() -> None:
+        say((time.perf_counter() - start) / max(seconds, 1e-9), "the whole model")
+
+    on_round()
+    timing = interleaved(
+        calls,
+        rounds=11,
+        seconds=min(_QUIET_SECONDS, seconds),
+        limit=min(3 * _QUIET_SECONDS, seconds),
+        on_round=on_round,
+    )
+    left = seconds - (time.perf_counter() - start)
+    if timing.is_disturbed and left > 0:
+        timing = interleaved(
+            calls, rounds=15, seconds=0.0, limit=left, turn=10e-3, by_parts=True, on_round=on_round
+        )
+    of_model = dict(zip(map(id, distinct), timing.seconds, strict=True))
+    return {name: of_model[id(one)] for name, one in models.items()}, timing
 
 
-def _fastest(times: Mapping[Choice, float]) -> Choice:
+def _choose_model(times: Mapping[str, float], choose: Choose) -> Choice:
+    """Return the model to deploy, of those whose outputs are correct."""
+    if choose == "measured":
+        return _fastest(times)
+    asked = (
+        {"sparse": "sparse", "dense": "smaller"}.get(choose)
+        if isinstance(choose, str)
+        else choose["chosen"]
+    )
+    return next(name for name in _CHOICES[_CHOICES.index(asked) :] if name in times)
+
+
+def _fastest(times: Mapping[str, float]) -> Choice:
     """Prefer sparse, then smaller, among models close to the fastest and not slower than dense."""
-    best = min(times.values())
-    order: tuple[Choice, ...] = ("sparse", "smaller")
-    for name in order:
+    best = min(times[name] for name in _CHOICES if name in times)
+    for name in _CHOICES:
         if name in times and times[name] <= min(_TIE * best, times["dense"]):
             return name
     return "dense"
@@ -292,6 +310,13 @@ def _nbytes(model: nn.Module) -> int:
         for module in model.modules()
         if isinstance(module, SparseLayer)
     )
+
+
+def _folded_model(model: nn.Module, inputs: Inputs) -> nn.Module:
+    """Return a copy of the original whose batch norms are folded, and nothing else."""
+    copied = copy.deepcopy(model).eval().requires_grad_(False)
+    fold_batch_norms(copied, observe_usage(copied, inputs))
+    return copied
 
 
 def _removed_units(model: nn.Module) -> int:

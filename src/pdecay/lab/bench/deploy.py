@@ -23,9 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 import pdecay
 from pdecay._utils.files import replacing
-from pdecay.deployment.export.onnx import check_installed
+from pdecay.deployment.export.onnx import check_installed, export_onnx
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer, SparseLinear
-from pdecay.deployment.model.program import quiet
 from pdecay.deployment.runtime.pipeline import DeployReport, deploy
 from pdecay.deployment.runtime.timing import interleaved
 from pdecay.lab.machine import use_threads
@@ -89,7 +88,7 @@ def layers(
                 for sparsity, wanted in case.wanted.items():
                     say(f"{count} threads, {case.name}, batch {len(x)}, {sparsity:.0%}")
                     pair = [functools.partial(layer, x) for layer in _pair(case.make, sparsity)]
-                    taken = interleaved(pair, rounds=rounds, seconds=seconds)
+                    taken = interleaved(pair, rounds=rounds, seconds=seconds).seconds
                     yield {
                         "name": case.name,
                         "batch": len(x),
@@ -210,12 +209,14 @@ def network_costs(
             with use_threads(count), torch.inference_mode():
                 deployed = deploy(model, x)
                 runs = [functools.partial(one, x) for one in (model, deployed)]
-                taken = interleaved(runs, rounds=7, seconds=seconds, turn=20e-3)
+                taken = interleaved(runs, rounds=7, seconds=seconds, turn=20e-3).seconds
                 functions = _function_times(deployed, x)
                 # Measured separately, because its idle threads spin and would slow the others down.
                 session = onnx_session(model, x, count)
                 if session is not None:
-                    taken += interleaved([session], rounds=7, seconds=seconds / 2, turn=20e-3)
+                    taken += interleaved(
+                        [session], rounds=7, seconds=seconds / 2, turn=20e-3
+                    ).seconds
                     session = None
             dense, fast, *others = (1e6 * one for one in taken)
             onnx = others[0] if others else None
@@ -296,11 +297,9 @@ def onnx_session(model: nn.Module, x: Tensor, threads: int) -> Callable[[], obje
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "model.onnx")
-        with torch.inference_mode(False), torch.no_grad(), quiet():
-            torch.onnx.export(model, (x.clone(),), path, dynamo=True, verbose=False)
+        path = Path(folder) / "model.onnx"
+        with torch.inference_mode(False), torch.no_grad():
+            export_onnx(model, path, x.clone())
         session = onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
     feed = {session.get_inputs()[0].name: x.numpy()}
-    (got,) = session.run(None, feed)
-    torch.testing.assert_close(torch.from_numpy(got), model(x), rtol=1e-3, atol=1e-3)
     return functools.partial(session.run, None, feed)

@@ -1,0 +1,157 @@
+"""Modules that run a recorded program."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from pdecay.deployment.program.capture import VERSION
+from pdecay.deployment.program.graph import SPARSE_LAYER, decode, find_operator
+from pdecay.deployment.program.operator import make_layer
+from pdecay.deployment.program.structure import Structure, assemble, flatten
+
+_NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
+
+
+class SavedModel(nn.Module):
+    """A model that was saved together with its program. It runs without the code of its class.
+
+    It takes the arguments of the original model, in the same form as the example that it was saved
+    with: positional arguments stay positional. It is for inference only.
+
+    Args:
+        graph: the graph, whose inputs and outputs are flat lists of tensors.
+        inputs, outputs: the structure of the arguments and of the result.
+        free_batch: whether the first axis of the inputs may have any size.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, inputs: Structure, outputs: Structure, free_batch: bool
+    ) -> None:
+        super().__init__()
+        self.graph = graph
+        self.inputs, self.outputs = inputs, outputs
+        self.free_batch = free_batch
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tensors: dict[int, Tensor] = {}
+        positional, keywords = self.inputs["list"]
+        flatten(positional, list(args), tensors, "the tuple of arguments")
+        flatten(keywords, kwargs, tensors, "the dict of keyword arguments")
+        return assemble(self.outputs, self.graph(*(tensors[i] for i in range(len(tensors)))))
+
+
+def restore(program: bytes, tensors: Mapping[str, Tensor], max_bytes: int) -> SavedModel:
+    """Build the module of a recorded program.
+
+    Args:
+        program: see :class:`Captured`.
+        tensors: its tensors by name.
+        max_bytes: the most bytes of the decompressed program.
+
+    Raises:
+        ValueError: if the program is invalid.
+    """
+    content = _parsed(program, max_bytes)
+    try:
+        if content["version"] != VERSION:
+            raise ValueError(
+                f"the program has version {content['version']!r}, but this pdecay reads version "
+                f"{VERSION}: upgrade pdecay"
+            )
+        graph = _Builder(content, tensors).build()
+        return SavedModel(graph, content["inputs"], content["outputs"], bool(content["free_batch"]))
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"the program is damaged: {type(error).__name__}: {error}") from error
+
+
+def _parsed(program: bytes, max_bytes: int) -> dict[str, Any]:
+    stream = zlib.decompressobj()
+    try:
+        text = stream.decompress(program, max_bytes)
+        if stream.unconsumed_tail or not stream.eof:
+            raise ValueError("the program is truncated or too large")
+        content = json.loads(text)
+    except (zlib.error, UnicodeDecodeError, RecursionError, json.JSONDecodeError) as error:
+        raise ValueError(f"the program is damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError("the program is damaged: it is not a JSON object")
+    return content
+
+
+class _Builder:
+    """The construction of an fx.GraphModule from a program."""
+
+    def __init__(self, content: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self.content = content
+        self.tensors = tensors
+        self.root = nn.Module()
+        self.graph = fx.Graph()
+        self.names: dict[fx.Node, str] = {}  # nodes that are tensors of the model
+        self.sparse: set[str] = set()  # paths of sparse layers
+        self.values: list[fx.Node] = []
+
+    def build(self) -> fx.GraphModule:
+        count = 0
+        for name in self.content["names"]:
+            if name is None:
+                node = self.graph.placeholder(f"input_{count}")
+                count += 1
+            else:
+                node = self._tensor(name)
+            self.values.append(node)
+        for target, args, kwargs in self.content["calls"]:
+            make = self._sparse_call if target == SPARSE_LAYER else self._call
+            self.values.append(make(target, args, kwargs))
+        self.graph.output(tuple(decode(self.content["results"], self.values)))
+        for node in self.names:  # the weights of sparse layers
+            if not node.users:
+                self.graph.erase_node(node)
+        self.graph.lint()
+        return fx.GraphModule(self.root, self.graph)
+
+    def _tensor(self, name: str) -> fx.Node:
+        # torch.fx writes names into the source code of the forward.
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"a tensor of a program has the invalid name {name[:100]!r}")
+        tensor = self.tensors[name]
+        self._put(name, lambda parent, last: parent.register_buffer(last, tensor))
+        node = self.graph.get_attr(name)
+        self.names[node] = name
+        return node
+
+    def _call(self, target: str, args: Any, kwargs: dict[str, Any]) -> fx.Node:
+        for name in kwargs:
+            if not name.isidentifier():
+                raise ValueError(f"an argument of a program has the invalid name {name[:100]!r}")
+        return self.graph.call_function(
+            find_operator(target),
+            tuple(decode(args, self.values)),
+            {name: decode(value, self.values) for name, value in kwargs.items()},
+        )
+
+    def _sparse_call(self, target: str, args: Any, kwargs: dict[str, Any]) -> fx.Node:
+        x, more, weight, bias, options = decode(args, self.values)
+        path = self.names[weight].rpartition(".")[0] or "layer"
+        if path not in self.sparse:
+            self.sparse.add(path)
+            tensor = None if bias is None else self.tensors[self.names[bias]]
+            layer = make_layer(self.tensors[self.names[weight]], tensor, options)
+            self._put(path, lambda parent, last: parent.add_module(last, layer))
+        return self.graph.call_module(path, (x,) if more is None else (x, more))
+
+    def _put(self, path: str, put: Callable[[nn.Module, str], None]) -> None:
+        """Add a tensor or a module at a path; create the modules on the way."""
+        parent = self.root
+        *names, last = path.split(".")
+        for name in names:
+            if name not in parent._modules:
+                parent.add_module(name, nn.Module())
+            parent = parent.get_submodule(name)
+        put(parent, last)

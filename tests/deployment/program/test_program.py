@@ -1,0 +1,229 @@
+"""Saved programs: equal outputs without the model's code, and no other code from a file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pdecay
+from pdecay.deployment.files.model_io import PROGRAM
+from pdecay.deployment.layers import kernel as layers_kernel
+from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer, SparseLinear
+from pdecay.deployment.model.inputs import Inputs
+from pdecay.deployment.program import SavedModel, capture, restore
+from pdecay.lab.models import CNN, GPT, MLP, ResNet
+from tests.deployment.runtime.test_pipeline import mostly_zero
+
+needs_compiler = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+CASES = {
+    "MLP": lambda: (MLP(64, (32, 16), 10), torch.randn(3, 64)),
+    "CNN": lambda: (CNN(1, 16, (4, 8), 16, 10), torch.randn(3, 1, 16, 16)),
+    "ResNet": lambda: (ResNet(4, (1, 2)), torch.randn(3, 3, 16, 16)),
+    "GPT": lambda: (GPT(20, 16, 2, 2, 16), torch.randint(20, (3, 16))),
+    "a layer": lambda: (nn.Linear(32, 16), torch.randn(3, 32)),
+    "reflecting": lambda: (
+        nn.Conv2d(4, 8, 3, padding=2, stride=2, groups=2, padding_mode="reflect", bias=False),
+        torch.randn(2, 4, 9, 9),
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CASES)
+def test_deployed_model_is_saved_and_loaded(clock, tmp_path, name):
+    model, x = CASES[name]()
+    deployed = pdecay.deploy(mostly_zero(model), x)
+    assert deployed.report.chosen == "sparse"
+    path = tmp_path / "model.safetensors"
+    pdecay.save(deployed, path)
+    loaded = pdecay.load(path, max_bytes=10**8)
+    assert isinstance(loaded, SavedModel)
+    assert loaded.free_batch
+    assert not loaded.training
+    with torch.inference_mode():
+        for given in (x, x[:1], torch.cat([x, x, x])):
+            torch.testing.assert_close(loaded(given), deployed(given), rtol=1e-5, atol=1e-6)
+    sparse, expected = (
+        sum(isinstance(module, SparseLayer) for module in one.modules())
+        for one in (loaded, deployed)
+    )
+    assert sparse == expected > 0
+
+
+@needs_compiler
+def test_sparse_layers_keep_their_names_and_relus(clock, tmp_path):
+    model = mostly_zero(
+        nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))
+    )
+    x = torch.randn(2, 2, 8, 8)
+    model(x)
+    mostly_zero(model[3])
+    pdecay.save(pdecay.deploy(model, x), tmp_path / "model.safetensors")
+    loaded = pdecay.load(tmp_path / "model.safetensors", max_bytes=10**8)
+    layers = dict(loaded.graph.named_modules())
+    assert isinstance(layers["0"], SparseConv2d)
+    assert layers["0"].relu
+    assert isinstance(layers["3"], SparseLinear)
+
+
+class Nested(nn.Module):
+    """A model with a dict, a tuple, a keyword and a constant as inputs, and nested outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+    def forward(self, batch, pair, *, mode="sum", shift=None):
+        y = self.layer(batch["x"]) * self.scale + torch.tensor([1.0, 2.0, 3.0, 4.0])
+        y = y + pair[0] if mode == "sum" else y - pair[0]
+        y = y if shift is None else y + shift
+        return {"y": y, "all": (y.sum(), [pair[1], None]), "mode": mode}
+
+
+def test_nested_inputs_and_outputs(tmp_path):
+    model, path = Nested(), tmp_path / "model.safetensors"
+    x, shift = torch.randn(3, 4), torch.randn(3, 4)
+    args, kwargs = ({"x": x}, (x, x + 1)), {"mode": "difference", "shift": shift}
+    pdecay.save(model, path, example_inputs=(args, kwargs))
+    loaded = pdecay.load(path)
+    got, wanted = loaded(*args, **kwargs), model(*args, **kwargs)
+    assert got["mode"] == "difference"
+    assert got["all"][1][1] is None
+    torch.testing.assert_close(got["y"], wanted["y"])
+    torch.testing.assert_close(got["all"][0], wanted["all"][0])
+    with pytest.raises(TypeError, match=r"\['mode'\] must be 'difference', .* got 'sum'"):
+        loaded(*args, mode="sum", shift=shift)
+    with pytest.raises(TypeError, match=r"must be a sequence of length 2, .* got length 1"):
+        loaded({"x": x}, **kwargs)
+    with pytest.raises(TypeError, match=r"arguments\[0\] must be a dict with the keys 'x'"):
+        loaded(x, (x, x), **kwargs)
+
+
+def test_compacted_model_is_saved(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)).train()
+    model[2].weight.data[:, :9] = 0
+    x = torch.randn(2, 8)
+    smaller = pdecay.compact(model, x)
+    pdecay.save(smaller, tmp_path / "m.safetensors", example_inputs=x)
+    assert smaller.training
+    loaded = pdecay.load(tmp_path / "m.safetensors")
+    torch.testing.assert_close(loaded(x), model(x))
+    assert {tuple(one.shape) for one in loaded.buffers()} == {(7, 8), (7,), (2, 7), (2,)}
+
+
+def test_saved_model_runs_without_the_code_of_its_class(tmp_path):
+    (tmp_path / "my_training.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Linear(4, 2)\n"
+        "    def forward(self, x):\n"
+        "        return self.layer(x).relu()\n"
+    )
+    make = (
+        "import sys, torch, pdecay; sys.path.insert(0, '.'); import my_training\n"
+        "torch.manual_seed(0); net = my_training.Net(); x = torch.ones(2, 4)\n"
+        "pdecay.save(net, 'net.safetensors', example_inputs=x); print(net(x).tolist())\n"
+    )
+    read = (
+        "import torch, pdecay\nprint(pdecay.load('net.safetensors')(torch.ones(2, 4)).tolist())\n"
+    )
+    printed = []
+    for code in (make, read):
+        printed.append(
+            subprocess.run(
+                [sys.executable, "-c", code],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
+        Path(tmp_path / "my_training.py").unlink(missing_ok=True)
+    expected, got = (torch.tensor(json.loads(text)) for text in printed)
+    torch.testing.assert_close(got, expected)
+
+
+def test_program_is_not_loaded_into_a_model(tmp_path):
+    model, x = nn.Linear(4, 2), torch.randn(2, 4)
+    pdecay.save(model, tmp_path / "m.safetensors", example_inputs=x)
+    with pytest.raises(ValueError, match=r"call load\(path\) without a model"):
+        pdecay.load(tmp_path / "m.safetensors", model)
+    with pytest.raises(TypeError, match=r"a program needs a torch.nn.Module"):
+        pdecay.save(model.state_dict(), tmp_path / "m.safetensors", example_inputs=x)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def forward(self, x):
+        return {"x": x, "cache": object()}
+
+
+def test_models_that_cannot_be_recorded(tmp_path):
+    path = tmp_path / "m.safetensors"
+    with pytest.raises(pdecay.ExportError, match=r"the output\['cache'\] is a object: a program"):
+        pdecay.save(Counts(), path, example_inputs=torch.randn(2, 4))
+    assert not path.exists()
+
+
+def _changed(program, **changes):
+    content = json.loads(zlib.decompress(program))
+    return zlib.compress(json.dumps({**content, **changes}).encode())
+
+
+def test_malicious_programs_are_rejected():
+    captured = capture(nn.Linear(4, 2), Inputs.of(torch.randn(2, 4)))
+    content = json.loads(zlib.decompress(captured.program))
+    (call,) = content["calls"]
+    weight, _ = content["names"][:2]
+    attacks = [
+        ["os.system", ["true"], {}],
+        ["operator.methodcaller", ["x"], {}],
+        ["aten.from_file.default", ["/etc/passwd"], {}],
+        ["aten.__class__.mro", [], {}],
+        ["torch.load", ["x"], {}],
+        [call[0], [{"n": 99}], {}],
+        [call[0], [{"dtype": "load"}], {}],
+        [call[0], call[1], {"a=print(1)": 1}],
+    ]
+    for bad in attacks:
+        with pytest.raises(ValueError, match=r"a program|an argument"):
+            restore(_changed(captured.program, calls=[bad]), captured.tensors, 10**6)
+    for name in ("weight\nprint(1)", 'a"]; print(1); x["', "a b"):
+        tensors = {**captured.tensors, name: captured.tensors[weight]}
+        with pytest.raises(ValueError, match="invalid name"):
+            restore(_changed(captured.program, names=[name, None]), tensors, 10**6)
+    with pytest.raises(ValueError, match="upgrade pdecay"):
+        restore(_changed(captured.program, version=2), captured.tensors, 10**6)
+    with pytest.raises(ValueError, match="truncated or too large"):
+        restore(captured.program, captured.tensors, 10)
+    with pytest.raises(ValueError, match="damaged"):
+        restore(b"nonsense", captured.tensors, 10**6)
+    with pytest.raises(ValueError, match="damaged"):
+        restore(_changed(captured.program, calls=3), captured.tensors, 10**6)
+
+
+def test_damaged_program_in_a_file(tmp_path):
+    state = {PROGRAM: torch.zeros(8, dtype=torch.uint8)}
+    pdecay.save(state, tmp_path / "m.safetensors")
+    with pytest.raises(pdecay.FileFormatError, match=r"m.safetensors: the program is damaged"):
+        pdecay.load(tmp_path / "m.safetensors")
