@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import pdecay
-from pdecay.deployment.files.model_io import PROGRAM
+from pdecay.deployment.files.programs import PROGRAM
 from pdecay.deployment.layers import kernel as layers_kernel
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer, SparseLinear
 from pdecay.deployment.model.inputs import Inputs

@@ -2,6 +2,7 @@
 
     model_io     save and load a model or a state dict
     writer       write a file, one tensor at a time
+    programs     the program of a model in its file
     pretrained   folders of Hugging Face models
     reader       read and check an untrusted file, one tensor at a time
     table        the list of tensors in a sparse file

@@ -17,7 +17,6 @@ import pdecay
 from pdecay.deployment.files.container import (
     MAX_DIMENSIONS,
     Container,
-    FileFormatError,
     check_byte_order,
     prefix_errors,
     short_repr,
@@ -31,23 +30,17 @@ from pdecay.deployment.files.pretrained import (
     weights_to_save,
     write_config,
 )
+from pdecay.deployment.files.programs import PROGRAM, restored, with_program
 from pdecay.deployment.files.reader import FORMAT, FORMAT_VERSION, TIED, TensorFile
 from pdecay.deployment.files.save_report import SaveReport
 from pdecay.deployment.files.table import Row
 from pdecay.deployment.files.writer import write_dense, write_sparse
-from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs, kept_example
-from pdecay.deployment.model.outputs import difference, outputs
-from pdecay.deployment.model.state import evaluating, memory_key
-from pdecay.deployment.program import capture, restore
+from pdecay.deployment.model.state import memory_key
 
 PathLike = str | os.PathLike[str]
 Model = TypeVar("Model", bound=nn.Module)
 
-PROGRAM = "pdecay.program"  # the name of the program among the tensors of a file
-
-_MAX_PROGRAM = 1 << 28  # bytes
-_TOLERANCE = 1e-4  # relative to the largest element of an output
 _RESERVED_KEYS = ("format", "format_version", "pdecay_version", "sparsity")
 _MAX_LISTED = 8
 
@@ -112,11 +105,10 @@ def save(
                 "at random: save to a folder, or pass dense=True",
                 stacklevel=2,
             )
-    if example_inputs is not None:
-        example = Inputs.of(example_inputs)
-    else:  # folders of Hugging Face models have a configuration instead
-        example = None if is_pretrained_model(model) else kept_example(model)
-    state = _collect(model if example is None else _with_program(model, example))
+    # Hugging Face models have a configuration, so that their program is saved only if asked for.
+    example = None if is_pretrained_model(model) else kept_example(model)
+    example = example if example_inputs is None else Inputs.of(example_inputs)
+    state = _collect(model if example is None else with_program(model, example))
     header = {"format": "pt"} if dense else {"format": FORMAT, "format_version": FORMAT_VERSION}
     header["pdecay_version"] = pdecay.__version__
     if isinstance(model, nn.Module):
@@ -182,7 +174,7 @@ def load(
             file.check_memory()
             file.check_contents()
             state = _state_dict(file)
-            return _restored(state) if PROGRAM in state else state
+            return restored(state) if PROGRAM in state else state
         targets = _match_targets(path, file, model, strict)
         file.check_contents()
         _copy_into(file, model, targets)
@@ -220,35 +212,6 @@ def _save_folder(
     (folder / other).unlink(missing_ok=True)  # weights of an earlier save
     write_config(model, folder, attributes)
     return report
-
-
-def _with_program(model: object, example: Inputs) -> dict[str, Tensor]:
-    """Return the tensors of a model's program and the program itself as a tensor of bytes."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"a program needs a torch.nn.Module, got {type(model).__name__}: save a state dict "
-            "without example_inputs"
-        )
-    captured = capture(model, example)
-    program = torch.frombuffer(bytearray(captured.program), dtype=torch.uint8)
-    state = {PROGRAM: program, **captured.tensors}
-    loaded = _restored(state)
-    with evaluating(model):
-        for inputs in (example, *([example.repeated()] if captured.free_batch else [])):
-            error = difference(outputs(model, inputs), outputs(loaded, inputs))
-            if error > _TOLERANCE:
-                raise ExportError(
-                    f"the outputs of the recorded program differ by {error:.1e} of the largest "
-                    f"element, more than {_TOLERANCE:g}: nothing was written"
-                )
-    return state
-
-
-def _restored(state: Mapping[str, Tensor]) -> nn.Module:
-    try:
-        return restore(state[PROGRAM].numpy().tobytes(), state, _MAX_PROGRAM)
-    except ValueError as error:
-        raise FileFormatError(str(error)) from error
 
 
 def _collect(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor | str]:

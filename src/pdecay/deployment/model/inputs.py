@@ -143,7 +143,8 @@ def keep_example(model: nn.Module, inputs: Inputs) -> None:
 def kept_example(model: object) -> Inputs | None:
     """Return the example inputs that a deployed model keeps; None for other models."""
     example = getattr(model, _KEPT, None)
-    return example if isinstance(example, Inputs) else None
+    # A subclass may run the model several times, which is no program of the model.
+    return example if type(example) is Inputs else None
 
 
 def _keywords(example: Mapping[Any, Any]) -> dict[str, Any]:
