@@ -1,26 +1,28 @@
-/* Conversion between torch's images and the planes that sparse_walk.h reads.
+/* Packing: copy torch's images to the planes that sparse_walk.h reads, and strips of outputs back to images.
  *
- * A weight of the convolution kernel reads the image with a shift, a stride and zero padding. Packing resolves these:
- * the plane (channel, shift, phase) holds, with the images of a site's group side by side,
+ * For a weight at a position of the convolution kernel, neighbouring output pixels read inputs that are `stride` apart,
+ * some of them in the zero padding. Packing copies the inputs of each position into a plane without gaps:
  *
  *   plane[q][image][x] = input[(site.y + q) * stride_y + phase][x * stride_x + shift],   0 outside of the input
  *
- * so that each weight is one offset into the planes for any stride, dilation and padding. Images with a single pixel,
- * the rows of a linear layer, are a matrix that is transposed.
+ * There is one plane for each channel, shift and phase. The images of a group are side by side in a row. A weight then
+ * reads the inputs of all pixels at one offset into the planes, for any stride, dilation and padding. The rows of a
+ * linear layer are images with a single pixel; they form a matrix, which is transposed.
  *
- * Included after sparse_walk.h. Planes have space for one more vector: a write may extend into the elements that are
- * written next.
+ * Include this file after sparse_walk.h. Each plane has space for one more vector, because the last write of a row may
+ * extend beyond the row. The next row or plane overwrites these elements.
  */
 
+/* Set n elements to zero, in whole vectors. */
 INLINE void NAME(zero)(REAL *to, int64_t n)
 {
     for (int64_t i = 0; i < n; i += LANES) {
         NAME(store)(to + i, (NAME(vector)){ 0 });
-        __asm__ volatile("");           /* prevents a call of memset for one or two vectors */
+        __asm__ volatile("");           /* else the compiler calls memset, which is slow for one or two vectors */
     }
 }
 
-/* from[0], from[2], ... */
+/* Return from[0], from[2], from[4], ... */
 INLINE NAME(vector) NAME(every_other)(const REAL *from)
 {
 #ifdef __clang__
@@ -34,7 +36,7 @@ INLINE NAME(vector) NAME(every_other)(const REAL *from)
 #endif
 }
 
-/* Copy n elements at distances of `step`, and zeros where the mask is zero. Only begin .. end may be read. */
+/* Copy n elements that are `step` apart; write zeros where the mask is zero. Only begin .. end may be read. */
 INLINE void NAME(copy)(REAL *to, const REAL *from, int64_t step, const INTEGER *mask, int64_t n, const REAL *begin,
                        const REAL *end)
 {
@@ -50,14 +52,14 @@ INLINE void NAME(copy)(REAL *to, const REAL *from, int64_t step, const INTEGER *
     }
 }
 
-/* Pack the planes of a block of channels at a site. */
+/* Pack the planes of one block of channels for one site: a group of images and a band of rows. */
 static void NAME(pack)(const plan *plan, int64_t images, const REAL *x, site site, int64_t block, REAL *planes)
 {
     const int64_t channel = plan->height * plan->width, image = plan->in_channels * channel;
     const int64_t row = plan->group * plan->line, first = block * plan->per_block;
     const int64_t channels = smaller(plan->channels - first, plan->per_block);
     for (int64_t f = 0; f < plan->phases; f++) {
-        /* The rows begin .. until are inside the image. For whole images the mask covers this. */
+        /* The rows begin .. until are inside the image. The mask of a whole image has zeros in the other rows. */
         const int64_t y = site.y * plan->stride_y + plan->phase[f];
         int64_t until = smaller(plan->rows, larger(0, ceiling(plan->height - y, plan->stride_y)));
         int64_t begin = smaller(until, larger(0, ceiling(-y, plan->stride_y)));
@@ -83,7 +85,7 @@ static void NAME(pack)(const plan *plan, int64_t images, const REAL *x, site sit
     }
 }
 
-/* Copy a strip of output o, which holds the group's images side by side, to the separate images. */
+/* Copy a strip of output channel o to the output. The strip has the images of a group side by side. */
 static void NAME(unpack)(const plan *plan, site site, int64_t o, const REAL *strip, REAL *out)
 {
     const int64_t width = plan->out_width, channel = plan->out_height * width;
@@ -99,7 +101,7 @@ static void NAME(unpack)(const plan *plan, site site, int64_t o, const REAL *str
 }
 
 #ifndef __clang__
-/* Transpose LANES rows of LANES elements. Each round interleaves the first half of the rows with the second. */
+/* Transpose a square of LANES x LANES elements. Each round interleaves the first half of the rows with the second. */
 INLINE void NAME(transpose_square)(const REAL *from, int64_t pitch, REAL *to, int64_t to_pitch)
 {
     NAME(vector) row[LANES], next[LANES];
@@ -118,6 +120,7 @@ INLINE void NAME(transpose_square)(const REAL *from, int64_t pitch, REAL *to, in
 }
 #endif
 
+/* Transpose a matrix: squares of LANES x LANES by transpose_square, the rest element by element. */
 static void NAME(transpose)(const REAL *from, int64_t pitch, int64_t rows, int64_t columns, REAL *to, int64_t to_pitch)
 {
     for (int64_t r = 0; r < rows; r += LANES) {

@@ -1,9 +1,17 @@
 """The work plan of a sparse convolution for one input size, for `sparse_conv.c`.
 
-The kernel keeps a strip of an output's pixels in registers and iterates over the output's
-non-zeros. The plan contains the offset of each non-zero's input (`at`), the layout in which the
-input is packed, so that the offset is the same for all pixels, and blocks of channels that fit
-into the cache. A linear layer is a convolution of images with one pixel.
+The kernel computes a strip of pixels of one output channel at a time. The strip stays in vector
+registers while the kernel iterates over the channel's non-zero weights. For each weight, it reads
+the inputs of all pixels of the strip from one place in memory.
+
+This works because the input is copied ("packed") first, so that the inputs of neighbouring pixels
+are neighbours in memory for any stride, dilation and padding. A plan has three parts:
+
+- the layout of the packed input (`_Planes`),
+- the offset of each weight's first input in the packed input (`at`),
+- blocks of input channels whose packed input fits into the cache.
+
+A linear layer is a convolution of images with one pixel.
 """
 
 from __future__ import annotations
@@ -19,11 +27,13 @@ from torch.nn.functional import pad
 from pdecay.deployment.layers.kernel import Plan, integer, lanes_of
 from pdecay.deployment.layers.shapes import NonZeros, Shape
 
-_STRIP = 8  # as in sparse_conv.c: the most vectors of a strip
+_STRIP = 8  # the maximum number of vectors in a strip, as in sparse_conv.c
 _CACHE = 32 * 1024  # bytes of packed input that fit into the first-level cache
-_MIN_VISIT = 10  # non-zeros per strip of four vectors that amortise switching blocks
-# Separate planes for each kernel column align all reads. That is faster with more than this many
-# non-zeros per additional plane.
+# Non-zeros per block that a strip of four vectors needs. With fewer, loading and storing the strip
+# takes longer than the cache saves.
+_MIN_VISIT = 10
+# With a separate plane for each column of the convolution kernel, all reads are aligned. The
+# additional planes must be packed. That pays off with more than this many non-zeros per plane.
 _MIN_ALIGNED = 11
 
 
@@ -51,8 +61,8 @@ def conv_plan(
     if planes.kind != "in place":
         block_size = per_block * planes.of_channel * planes.size + _STRIP * lanes
     out_height, out_width = shape.output(height, width)
-    # Partial sums are kept in the output between blocks if strips are whole vectors of one image,
-    # else in scratch memory.
+    # With several blocks, partial sums must be stored between blocks: in the output if each strip
+    # consists of whole vectors of one image, else in scratch memory.
     whole = planes.group == 1 and not planes.band * out_width % lanes
     whole = whole and not out_height * out_width % lanes
     sums_pitch = math.ceil(planes.band * planes.group * planes.line / lanes) * lanes
@@ -91,7 +101,10 @@ def conv_plan(
 
 @dataclass(frozen=True)
 class _Taps:
-    """For each non-zero: its output, its input channel, and its vertical and horizontal offset."""
+    """The non-zero weights: output channel, input channel, and position in the kernel.
+
+    The positions `y` and `x` are in pixels of the input, so they include the dilation.
+    """
 
     output: Tensor
     channel: Tensor
@@ -117,16 +130,22 @@ _Kind = Literal["in place", "pixels", "image", "rows", "line"]
 
 @dataclass(frozen=True)
 class _Planes:
-    """The layout of the packed input. A channel is packed into planes, see sparse_pack.h.
+    """The layout of the packed input. Each channel is copied into planes, see sparse_pack.h.
 
     Args:
-        kind: how the input is packed: "in place" (not at all), "pixels" (transposed), or copied as
-            a whole "image", by bands of "rows", or by each "line".
-        group, band: images side by side, and output rows, that are computed together.
-        channels, channel_index: the channels in use, and each non-zero's index among them.
-        shift, phase: the horizontal and vertical offset of each plane.
-        rows, line, size: rows of a plane, elements per image in a row, and elements in total.
-        at: the offset of each non-zero's input from the first plane of its channel.
+        kind: how the input is packed. "in place": not at all. "pixels": transposed, for images with
+            one pixel. "image", "rows" and "line": copied as a whole image, as several rows at once,
+            or row by row.
+        group: the number of images that are computed together, side by side in a plane.
+        band: the number of output rows that are computed together.
+        channels: the input channels with non-zero weights.
+        channel_index: the index of each weight's input channel in `channels`.
+        shift: the horizontal offsets; a channel has a plane for each shift and phase.
+        phase: the vertical offsets.
+        rows: the number of rows of a plane.
+        line: the number of elements of one image in a row.
+        size: the number of elements of a plane.
+        at: the offset of each weight's first input from the start of its channel's planes.
     """
 
     kind: _Kind
@@ -166,7 +185,7 @@ def _planes(shape: Shape, taps: _Taps, height: int, width: int, images: int, lan
             *(kind, group, out_height, every, taps.channel, nothing, nothing),
             *(out_height, out_width, size, at),
         )
-    # Compute small images side by side, to fill the registers.
+    # A small image does not fill the registers, so several images are computed side by side.
     group = _even(images, max(1, _STRIP * lanes // numbers))
     band = out_height if group > 1 else _band(out_height, out_width, shape)
     channels, channel_index = torch.unique(taps.channel, return_inverse=True)
@@ -176,7 +195,7 @@ def _planes(shape: Shape, taps: _Taps, height: int, width: int, images: int, lan
     fewer, fewer_index = torch.unique(taps.x % shape.stride[1], return_inverse=True)
     aligned = len(taps.x) > _MIN_ALIGNED * len(channels) * (len(shift) - len(fewer))
     if group == 1 and out_width % lanes == 0 and len(shift) > len(fewer) and not aligned:
-        # One plane serves several shifts: its rows are longer by the kernel's width.
+        # Use one plane for several shifts. Its rows are longer by the width of the kernel.
         shift, shift_index, in_line = fewer, fewer_index, taps.x // shape.stride[1]
         line = out_width + int(in_line.max())
     row = taps.y // shape.stride[0]
@@ -193,12 +212,15 @@ def _planes(shape: Shape, taps: _Taps, height: int, width: int, images: int, lan
 
 
 def _even(count: int, most: int) -> int:
-    """Split `count` into equal parts of at most `most`; return the size of a part."""
+    """Return the size of a part if `count` is divided into equal parts of at most `most`."""
     return math.ceil(count / math.ceil(count / most))
 
 
 def _band(out_height: int, out_width: int, shape: Shape) -> int:
-    """Return the output rows of a band: enough that overlapping input rows are few."""
+    """Return the number of output rows in a band.
+
+    Neighbouring bands read some input rows twice. A band is high enough that these are few.
+    """
     halo = (shape.kernel[0] - 1) * shape.dilation[0] // shape.stride[0]
     least = max(8, min(16, out_width // 2), 4 * halo)
     return math.ceil(out_height / max(1, out_height // least))
@@ -207,9 +229,10 @@ def _band(out_height: int, out_width: int, shape: Shape) -> int:
 def _blocks(
     shape: Shape, taps: _Taps, planes: _Planes, lanes: int, itemsize: int
 ) -> tuple[int, int]:
-    """Return the channels per block and the number of blocks.
+    """Return the number of channels per block and the number of blocks.
 
-    Blocks fit into the cache, unless outputs would then have too few non-zeros per block.
+    The packed input of a block fits into the cache. A block is larger if the output channels would
+    otherwise have too few non-zeros per block.
     """
     channels = len(planes.channels)
     lines = min(_STRIP, math.ceil(planes.band * planes.group * planes.line / lanes))
@@ -223,7 +246,7 @@ def _blocks(
 def _sort_by_block(
     shape: Shape, weight: NonZeros, taps: _Taps, planes: _Planes, per_block: int, blocks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return offsets and values of the non-zeros sorted by block, and the start of each output."""
+    """Return the offsets and values of the non-zeros, sorted by block, and where outputs start."""
     in_block = planes.channel_index
     if planes.kind != "in place":
         in_block = in_block % per_block
@@ -243,9 +266,9 @@ def _sort_by_block(
 def _mask(
     shape: Shape, planes: _Planes, height: int, width: int, lanes: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return a mask per shift: -1 (all bits set) inside the image, 0 in the padding.
+    """Return a mask for each shift: -1 (all bits set) inside the image, 0 in the padding.
 
-    It has one vector more than needed, because the kernel reads whole vectors.
+    A mask has one more vector than needed, because the kernel reads whole vectors.
     """
     x = torch.arange(planes.line) * shape.stride[1]
     x = x + (planes.shift - shape.padding[1])[:, None]

@@ -1,0 +1,86 @@
+"""interleaved: ratios that interruptions do not change."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from pdecay.deployment.runtime import timing
+from pdecay.deployment.runtime.timing import interleaved
+
+
+class Machine:
+    """A clock that only advances when functions run; some calls are interrupted."""
+
+    def __init__(self, interrupted=lambda count: False):
+        self.now = 0.0
+        self.calls = itertools.count()
+        self.interrupted = interrupted
+
+    def work(self, seconds):
+        def run():
+            self.now += seconds
+            if self.interrupted(next(self.calls)):
+                self.now += 50e-3
+
+        return run
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    machine = Machine()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: machine.now)
+    return machine
+
+
+def test_idle_machine(machine):
+    result = interleaved([machine.work(3e-3), machine.work(1e-3)])
+    assert result.seconds == pytest.approx((3e-3, 1e-3))
+    assert result.spread == pytest.approx(0, abs=1e-9)
+    assert not result.is_disturbed
+
+
+def test_interrupted_calls_are_ignored(machine):
+    machine.interrupted = lambda count: count % 3 != 0
+    result = interleaved([machine.work(3e-3), machine.work(1e-3)], limit=5.0)
+    assert result.seconds == pytest.approx((3e-3, 1e-3))
+    assert result.is_disturbed
+
+
+def test_measurement_ends_at_the_limit(machine):
+    seconds = iter(itertools.cycle([1e-3, 9e-3, 2e-3, 5e-3, 30e-3]))
+
+    def varies():
+        machine.now += next(seconds)
+
+    interleaved([machine.work(1e-3), varies], rounds=1000, limit=0.5)
+    assert machine.now < 0.7
+    machine.now = 0.0
+    result = interleaved([machine.work(1.0)], rounds=7, limit=0.5)
+    assert machine.now == pytest.approx(2.0)  # one untimed call and one round
+    assert result.is_disturbed
+
+
+def test_parts_are_free_of_interruptions_of_whole_calls(machine):
+    class Part(nn.Module):
+        def forward(self, x):
+            machine.now += 1e-3
+            if next(machine.calls) % 4 == 1:  # each call of the model is interrupted
+                machine.now += 20e-3
+            return x
+
+    model, x = nn.Sequential(*(Part() for _ in range(5))), torch.zeros(1)
+    whole = interleaved([lambda: model(x)], rounds=20)
+    parts = interleaved([lambda: model(x)], rounds=20, by_parts=True)
+    assert whole.seconds[0] > 20e-3
+    assert parts.seconds[0] == pytest.approx(5e-3)
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_real_clock():
+    slow, fast = interleaved([lambda: time.sleep(3e-3), lambda: time.sleep(1e-3)]).seconds
+    assert slow > fast > 0
