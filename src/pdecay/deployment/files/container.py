@@ -148,14 +148,14 @@ class Container:
         if self.size < 8:
             raise FileFormatError(f"{self.size} bytes are too few for a safetensors file")
         start = self.read(0, 8).tobytes()
-        if start.startswith(_TORCH_FILES):
-            raise FileFormatError(
-                "this is a file of torch.save or torch.export, not a safetensors file: use "
-                "torch.load(path, weights_only=True), or torch.export.load(path) for .pt2"
-            )
         length = int.from_bytes(start, "little")
         limit = min(self.size - 8, _MAX_HEADER)
         if length > limit:
+            if start.startswith(_TORCH_FILES):
+                raise FileFormatError(
+                    "this is a file of torch.save or torch.export, not a safetensors file: use "
+                    "torch.load(path, weights_only=True), or torch.export.load(path) for .pt2"
+                )
             raise FileFormatError(
                 f"claims a header of {length:,} bytes, but at most {limit:,} are possible: the "
                 "file is damaged or not a safetensors file"

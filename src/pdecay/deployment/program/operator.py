@@ -55,7 +55,11 @@ def make_layer(weight: Tensor, bias: Tensor | None, options: str) -> SparseLayer
 def record_sparse_layers(model: nn.Module) -> None:
     """Replace all sparse layers inside a model, in place, by calls of the operator."""
     new: dict[nn.Module, nn.Module] = {}
-    for parent in list(model.modules()):
+    parents = list(model.modules())
+    for module in model.modules():  # deploy replaces forwards by those of graph modules
+        owner = getattr(vars(module).get("forward"), "__self__", module)
+        parents += owner.modules() if owner is not module else []
+    for parent in parents:
         for name, child in list(parent.named_children()):
             if isinstance(child, SparseLinear | SparseConv2d):
                 new.setdefault(child, _Recorded(child))

@@ -92,7 +92,8 @@ def interleaved(
     medians = [statistics.median(sum(call) for turn in turns for call in turn) for turns in times]
     slowest = max(median / low for median, low in zip(medians, lows, strict=True))
     spread = _spread(times)
-    is_disturbed = done < _GROUPS or spread > _MAX_SPREAD or slowest > _DISTURBED
+    is_disturbed = done < _GROUPS or spread > _MAX_SPREAD
+    is_disturbed |= not by_parts and slowest > _DISTURBED  # parts are free of interruptions
     return Timing(lows, spread, is_disturbed)
 
 
