@@ -267,8 +267,8 @@ def _time_models(
     timing = interleaved(
         calls,
         rounds=11,
-        seconds=min(_QUIET_SECONDS, seconds),
-        limit=min(3 * _QUIET_SECONDS, seconds),
+        seconds=min(_QUIET_SECONDS, seconds / 3),
+        limit=min(2 * _QUIET_SECONDS, seconds / 3),  # the rest is for a busy machine
         on_round=on_round,
     )
     left = seconds - (time.perf_counter() - start)
