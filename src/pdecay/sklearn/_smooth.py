@@ -44,13 +44,20 @@ class Point(NamedTuple):
 
 
 def minimise(
-    design: Design, y: Floats, terms: Terms, w: Floats, limit: float, most_steps: int
+    design: Design,
+    y: Floats,
+    correlation: Floats,
+    terms: Terms,
+    w: Floats,
+    limit: float,
+    most_steps: int,
 ) -> tuple[Point, int]:
     """Take Newton steps from w until no coordinate step is above the limit.
 
     Args:
         design: the features.
         y: the targets.
+        correlation: ``X' y``.
         terms: the penalty; every p is above 1.
         w: the first coefficients.
         limit: the largest coordinate step, measured as ``sqrt(L_j) * |change of w_j|``.
@@ -66,7 +73,7 @@ def minimise(
     scale = float(np.linalg.norm(y))
     # For p > 2 conjugate gradients converge slowly with fewer features than samples.
     systems = Systems(design, iterate=dual or design.shape[1] >= design.shape[0])
-    t, u = _start(design, y, terms, w)
+    t, u = _start(design, y, correlation, terms, w)
     w = np.where(used, terms.conjugate_slope(u), 0.0)
     for steps in range(min(most_steps, _MOST_STEPS) + 1):
         r = design.residual(y, w)
@@ -95,13 +102,15 @@ def minimise(
     return Point(w, r, design.correlate(r)), steps
 
 
-def _start(design: Design, y: Floats, terms: Terms, w: Floats) -> tuple[Floats, Floats]:
+def _start(
+    design: Design, y: Floats, correlation: Floats, terms: Terms, w: Floats
+) -> tuple[Floats, Floats]:
     """Return the multiple t of the residual with the lowest dual objective, and ``X' t``.
 
     Near p = 1 the conjugate is a large power, which overflows for the residual itself.
     """
     t = design.residual(y, w) if w.any() else y
-    u = design.correlate(t)
+    u = design.correlate(t) if w.any() else correlation
     square, product = float(t @ t), float(y @ t)
     best, lowest, share = 1.0, np.inf, 1.0
     with np.errstate(over="ignore", invalid="ignore"):

@@ -108,7 +108,9 @@ class LeastSquares:
         cut = terms.cut(norms)
         limit = tol * self.scale
         if terms.pairs and terms.smallest_p > 1:
-            (w, r, q), sweeps = minimise(design, self.y, terms, w, limit, max_sweeps)
+            (w, r, q), sweeps = minimise(
+                design, self.y, self.correlation, terms, w, limit, max_sweeps
+            )
         else:
             r, q = self._residual(w)
             sweeps = 0

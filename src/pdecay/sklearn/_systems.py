@@ -19,7 +19,7 @@ from pdecay.sklearn._terms import Floats
 _LARGEST = 3000  # of the rows of a factorised matrix, which then has 72 MB
 _FEWEST_ITERATIONS = 30
 _FACTORISATION = 8  # iterations / rows at which a factorisation takes as long
-_HEAVY, _MOST_HEAVY = 3, 256  # features in the preconditioner: relative to the mean, and number
+_MOST_HEAVY = 256  # features in the preconditioner
 _SMALL = 1e-8
 
 
@@ -85,9 +85,9 @@ class Systems:
         Near p = 1 a few features have almost all of the weight. Without them the matrix is close
         to a multiple of the identity.
         """
-        n = self.design.shape[0]
+        n, d = self.design.shape
         share = weights * self.design.norms
-        heavy = np.flatnonzero(share > _HEAVY * (1 + share.sum() / n))
+        heavy = np.flatnonzero(share > max(1, n / d) * (1 + share.sum() / n))
         if len(heavy) > _MOST_HEAVY:
             heavy = heavy[np.argpartition(-share[heavy], _MOST_HEAVY)[:_MOST_HEAVY]]
         rest = 1 + (share.sum() - share[heavy].sum()) / n
