@@ -53,9 +53,8 @@ class DenseDesign:
     def gram(self, rows: Indices, columns: Indices) -> Floats:
         """Return the inner products of two lists of columns."""
         first = self.x[:, rows]
-        second = (
-            first if rows is columns else self.x[:, columns]
-        )  # equal matrices take half the time
+        # The product of a matrix with itself takes half the time.
+        second = first if rows is columns else self.x[:, columns]
         return np.asarray(first.T @ second)
 
     def single(self, factor: float) -> SingleDense:
