@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -197,3 +198,26 @@ def test_syntax_error_in_users_module_is_reported(run_cli, in_project):
     assert "cannot import 'users_module': SyntaxError" in run_cli(
         "doctor", "users_module:build", code=2
     )
+
+
+def test_bench_names_its_parts(run_cli):
+    error = run_cli("bench", "foo", code=2)
+    assert "must be one of step, growth, train, start, deploy, got 'foo'" in error
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [("pdecay d", {"demo", "doctor"}), ("pdecay train digits --sc", {"--scale"})],
+)
+def test_completion_script_completes(run_cli, typed, expected):
+    script = run_cli("completion", "bash")
+    words = typed.split()
+    script += f"COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _pdecay; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert expected <= set(done.stdout.split())
+
+
+def test_train_prints_its_record_as_json(run_cli, tmp_path):
+    arguments = ("digits", "--scale", "quick", "--method", "target", "--steps", 20)
+    record = json.loads(run_cli("train", *arguments, "--out", tmp_path / "run", "--json"))
+    assert record["result"]["sparsity"] == pytest.approx(0.9, abs=1e-3)

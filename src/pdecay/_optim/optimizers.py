@@ -34,6 +34,9 @@ from pdecay._optim.rounding import State, Streams, run_rounded
 from pdecay._optim.steps import adam_step_, sgd_step_
 
 _DEFAULT_DECAY = Lp(1, 1e-2)
+_HEALTH_CHECK = "_accelerator_graph_capture_health_check"
+if not hasattr(Optimizer, _HEALTH_CHECK):  # its name in older versions of torch
+    _HEALTH_CHECK = "_cuda_graph_capture_health_check"
 
 
 class _Decaying(Optimizer):
@@ -58,7 +61,7 @@ class _Decaying(Optimizer):
         Args:
             closure: evaluates the model again and returns the loss.
         """
-        self._accelerator_graph_capture_health_check()
+        getattr(self, _HEALTH_CHECK)()
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -21,11 +21,23 @@ from typing import NoReturn
 
 import pdecay
 from pdecay._utils.errors import UserError, one_line
-from pdecay.cli import bench, compact, demo, deploy, doctor, export, inspect, report, sweep, train
+from pdecay.cli import (
+    bench,
+    compact,
+    completion,
+    demo,
+    deploy,
+    doctor,
+    export,
+    inspect,
+    report,
+    sweep,
+    train,
+)
 
 COMMANDS: tuple[ModuleType, ...] = (
     *(demo, train, sweep, report, bench, doctor),
-    *(inspect, compact, deploy, export),
+    *(inspect, compact, deploy, export, completion),
 )
 
 # The extra that installs a package, by the package's import name.

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "parts",
         nargs="*",
-        choices=[*_PARTS, _DEPLOY, []],
+        type=_part,
         default=[],
         metavar="PART",
         help=f"any of {', '.join(_PARTS)} (default: these), or {_DEPLOY}: sparse layers and models",
@@ -26,6 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "folder for the numbers and the plot"
     add(parser, "--out", text, Path, Path("pdecay-bench"), metavar="DIR")
     add(parser, "--quick", "few small rounds, to check that everything works", bool)
+
+
+def _part(text: str) -> str:
+    # Not `choices`: argparse would list the empty default among them.
+    if text not in (*_PARTS, _DEPLOY):
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join((*_PARTS, _DEPLOY))}, got {text!r}"
+        )
+    return text
 
 
 def run(args: argparse.Namespace) -> int:

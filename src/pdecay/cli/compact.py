@@ -10,7 +10,9 @@ from pdecay.cli import models
 from pdecay.cli.common import UsageError, add
 
 SUMMARY = "remove the dead units of a model without changing its outputs"
-EXAMPLE = "pdecay compact my_project.training:build --weights model.safetensors --out small.pt2"
+EXAMPLE = (
+    "pdecay compact my_project.models:model_and_example --weights model.safetensors --out small.pt2"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

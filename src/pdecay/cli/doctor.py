@@ -9,7 +9,7 @@ import pdecay
 from pdecay.cli.common import UsageError, add, call, kind
 
 SUMMARY = "check a model and its optimizer for mistakes before training"
-EXAMPLE = "pdecay doctor my_project.training:build"
+EXAMPLE = "pdecay doctor my_project.training:model_and_optimizer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--lr", "the peak learning rate (default: the task's)", float)
     add(parser, "--steps", "the number of steps (default: the task's)", int)
     add_running(parser, threads="torch threads (default: torch's)", out="runs/TASK-METHOD-ID")
+    add(parser, "--json", "print the record as JSON, and progress to standard error", bool)
     options = parser.add_argument_group("options of the methods")
     for name, (kind, text) in OPTIONS.items():
         add(options, flag(name), text, kind, dest=name, metavar="X")
@@ -121,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
         return command.train_and_show(
             settings,
             out,
-            Console(),
+            Console(stderr=args.json),
+            as_json=args.json,
             device=args.device,
             threads=args.threads,
             checkpoint_every=args.checkpoint_every,

@@ -15,7 +15,9 @@ from pdecay.lab.demo import demo
 from pdecay.lab.tasks import get_task
 from pdecay.lab.train import records
 
-FILES = {"accuracy_vs_sparsity.png", "toy.png", "demo.json", "records.jsonl"}
+FILES = {
+    *("accuracy_vs_sparsity.png", "toy.png", "demo.json", "records.jsonl", "model.safetensors")
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,7 @@ def test_files_are_written_and_listed(first):
     _, out, output = first
     assert {path.name for path in out.iterdir()} == FILES
     assert all(str(out / name) in output for name in FILES)
+    assert "times as fast as the dense" in " ".join(output.split())
 
 
 @pytest.mark.parametrize("name", ["accuracy_vs_sparsity.png", "toy.png"])

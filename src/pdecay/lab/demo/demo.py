@@ -85,10 +85,12 @@ def run(
     )
     with tempfile.TemporaryDirectory() as folder:
         results = train_grid(grid, Path(folder), seed=seed, console=console)
-        report = _sparsity(results.recommended, Path(folder))
+        model = _model(results.recommended, Path(folder))
+    report = pdecay.sparsity(model)
     paths = write(results, report, out)
     print_tables(console, results, report)
     _print_notes(console, results, report, paths)
+    _deploy(console, model, out / "model.safetensors")
     say(console, f"Done in {time.perf_counter() - began:.0f} s.")
     return results
 
@@ -108,12 +110,25 @@ def train_grid(grid: Grid, folder: Path, *, seed: int = 0, console: Console) -> 
     return Results(tuple(summaries), toy.run())
 
 
-def _sparsity(summary: Summary, folder: Path) -> SparsityReport:
-    """Count the zeros and dead units of a summary's first seed."""
+def _model(summary: Summary, folder: Path) -> torch.nn.Module:
+    """Return the network of a summary's first seed."""
     record = summary.runs[0]
     model = get_task("digits", SCALE).model(0)
     model.load_state_dict(torch.load(folder / record["id"] / WEIGHTS, weights_only=True))
-    return pdecay.sparsity(model)
+    return model
+
+
+def _deploy(console: Console, model: torch.nn.Module, path: Path) -> None:
+    """Save the network, deploy it for a batch of 16 images, and print its size and speed."""
+    saved = pdecay.save(model, path)
+    report = pdecay.deploy(model.eval(), digits.load().test[0][:16]).report
+    say(console, f"{'recommended network':<26} {path}")
+    console.print(
+        f"Its file has {saved.nbytes / 1e3:,.0f} kB instead of {saved.dense_nbytes / 1e3:,.0f} kB. "
+        f"Deployed for batches of 16 images, it is {report.speedup:.1f} times as fast as the dense "
+        "network, measured on this machine.",
+        highlight=False,
+    )
 
 
 def write(results: Results, report: SparsityReport, out: Path) -> dict[str, Path]:

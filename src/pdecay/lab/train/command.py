@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,16 @@ from pdecay.lab.train.training import CHECKPOINT, RECORD, WEIGHTS, Settings, Sto
 _SMOOTHING = 0.95  # of the displayed loss, because the loss of single batches is noisy
 
 
-def train_and_show(settings: Settings, out: Path, console: Console, **options: Any) -> int:
+def train_and_show(
+    settings: Settings, out: Path, console: Console, *, as_json: bool = False, **options: Any
+) -> int:
     """Train a run, show it and return the exit code of the command.
 
     Args:
         settings: the run.
         out: its folder.
         console: the console to print to.
+        as_json: also write the record to standard output, as one line of JSON.
         options: further arguments of :func:`pdecay.lab.train.training.train`.
     """
     finished_before = (out / RECORD).exists()
@@ -52,6 +57,8 @@ def train_and_show(settings: Settings, out: Path, console: Console, **options: A
         say(console, "This run was already finished. Its result:")
     _print_result(console, record)
     _print_files(console, out, {"record": RECORD, "weights": WEIGHTS})
+    if as_json:
+        sys.stdout.write(f"{json.dumps(record)}\n")
     return 0
 
 
