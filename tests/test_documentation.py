@@ -41,7 +41,7 @@ def user_objects() -> dict[str, object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", filter(has_python, PAGES), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*filter(has_python, PAGES)], ids=lambda page: page.name)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
