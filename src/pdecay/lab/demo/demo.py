@@ -125,8 +125,8 @@ def _deploy(console: Console, model: torch.nn.Module, path: Path) -> None:
     say(console, f"{'recommended network':<26} {path}")
     console.print(
         f"Its file has {saved.nbytes / 1e3:,.0f} kB instead of {saved.dense_nbytes / 1e3:,.0f} kB. "
-        f"Deployed for batches of 16 images, it is {deployed.report.speedup:.1f} times as fast as the dense "
-        "network, measured on this machine.",
+        f"Deployed for batches of 16 images, it is {deployed.report.speedup:.1f} times as fast "
+        "as the dense network, measured on this machine.",
         highlight=False,
     )
 
