@@ -28,7 +28,7 @@ from pdecay.lab import machine
 from pdecay.lab.models import MLP, ResNet
 
 CALLS = 10
-SECONDS = 6.0  # for each call of deploy
+SECONDS = 3.0  # for each call of deploy
 LOOP = "while True: pass"
 
 

@@ -33,6 +33,7 @@ _CHOICES: tuple[Choice, ...] = ("sparse", "smaller", "dense")  # in the order of
 _TOLERANCE = 1e-4  # relative to the largest output: rounding errors of another summation order
 _TIE = 1.02  # times within this ratio count as equal
 _QUIET_SECONDS = 0.5  # enough to measure the whole model on an idle machine
+_MAX_SPREAD = 0.1  # times that vary more are reported
 _LAYER_SHARE = 0.5  # of the time for measurements; the rest is for the whole model
 
 
@@ -62,7 +63,8 @@ def deploy(
             both, ``((x,), {"mask": mask})``, with the batch size of later use. The model's code
             must take the same branches later. This is checked for one row and for twice the rows: a
             version whose outputs differ there is not used, and the report says so.
-        seconds: the most time for measurements. They end earlier if repeated measurements agree.
+        seconds: the most time for measurements, besides several runs of the model for compaction
+            and checks. Measurements end earlier if repetitions agree.
             If they still vary at the end, because other processes use the processor, the report
             says so.
         choose: ``"measured"`` takes the faster form of each layer and of the model. ``"sparse"``
@@ -141,10 +143,10 @@ def _deployed(
         timed, inputs.copy(), seconds, lambda share, text: say(0.6 + 0.4 * share, text)
     )
     if timing.is_disturbed and choose == "measured":
-        notes.append(
-            f"times varied by {timing.spread:.0%}, probably because of other processes: deploy on "
-            "an idle machine or with more seconds= to be sure"
-        )
+        what = "there was time for few measurements"
+        if timing.spread > _MAX_SPREAD:
+            what = f"times varied by {timing.spread:.0%}, probably because of other processes"
+        notes.append(f"{what}: deploy on an idle machine or with more seconds= to be sure")
     chosen = _choose_model(times, choose)
     if chosen == "dense":  # the result must not share the caller's tensors
         models["dense"] = copy.deepcopy(model).eval().requires_grad_(False)
