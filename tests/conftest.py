@@ -40,6 +40,7 @@ SLOW = (
     "deployment/files/test_fuzz.py",
     "deployment/files/test_size.py",
     "deployment/runtime/test_fuzz.py",
+    "integrations",
     "keras_",
     "lab/bench",
     "lab/methods/test_paper.py",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -17,7 +20,7 @@ pytest.importorskip("accelerate", reason="pip install pdecay[transformers]")
 
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
 
-from pdecay.integrations.transformers import SparsityCallback  # noqa: E402
+from pdecay.integrations.transformers import SparsityCallback, save_pretrained  # noqa: E402
 
 STEPS, TARGET = 30, 0.9  # the ramp ends after step 21
 LENGTH, VOCABULARY = 12, 20
@@ -134,3 +137,40 @@ def test_killed_and_resumed_run_equals_plain_loop(tmp_path, same, accumulate, st
     assert trainer.state.global_step == STEPS
     assert same(dict(trainer.model.state_dict()), dict(plain_loop(accumulate)))
     assert abs(pdecay.sparsity(trainer.model, 0.0).total - TARGET) < 1e-3
+
+
+NEW_PROCESS = """
+import json, sys
+import torch
+import pdecay
+from pdecay.deployment.runtime import pipeline
+from pdecay.integrations.transformers import from_pretrained, generation_example
+
+torch.set_num_threads(1)
+# Sparse layers and the sparse model win all comparisons.
+pipeline.interleaved = lambda functions, **options: [3.0, 2.0, 1.0][-len(functions):]
+model = from_pretrained(sys.argv[1])
+ids = torch.tensor(json.loads(sys.argv[2]))
+deployed = pdecay.deploy(model, generation_example(ids, 4))
+tokens = [deployed.generate(ids, **options).tolist() for options in json.loads(sys.argv[3])]
+print(json.dumps([deployed.report.chosen, pdecay.sparsity(model, 0.0).total, tokens]))
+"""
+
+
+def test_new_process_loads_deploys_and_generates_the_same_tokens(tmp_path):
+    trainer = make_trainer(tmp_path / "run", save_strategy="no")
+    trainer.train()
+    model = trainer.model.eval()
+    save_pretrained(model, tmp_path / "model")
+    ids = Tokens().ids[:2, :6]
+    common = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    ways = [common, {**common, "cache_implementation": "static"}, {**common, "num_beams": 2}]
+    arguments = [str(tmp_path / "model"), json.dumps(ids.tolist()), json.dumps(ways)]
+    run = subprocess.run(
+        [sys.executable, "-c", NEW_PROCESS, *arguments], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    chosen, sparsity, tokens = json.loads(run.stdout.splitlines()[-1])
+    assert chosen == "sparse"
+    assert abs(sparsity - TARGET) < 1e-3
+    assert tokens == [model.generate(ids, **options).tolist() for options in ways]

@@ -65,7 +65,7 @@ class SparsityActions:
             if not mine:  # else the same optimizer trains again
                 self._steering = SparsityTarget(optimizer, self.target, total_steps, **self.options)
         if self.freeze is not None:
-            decaying(optimizer, type(self).__name__)
+            decaying(optimizer, "SparsityCallback")
             self._freeze_step = round(self.freeze * total_steps)
             self.after_step(optimizer, 0)
 
