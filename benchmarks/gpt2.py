@@ -139,7 +139,7 @@ def measure(folder: Path) -> None:
     deployed = pdecay.deploy(model, generation_example(prompt(), EXAMPLE_TOKENS))
     print(deployed.report)
     calls = [partial(generate, one, prompt()) for one in (model, deployed)]
-    dense, sparse = interleaved(calls, rounds=5, seconds=4.0)
+    dense, sparse = interleaved(calls, rounds=5, seconds=4.0).seconds
     record["deployed"] = {
         "generate, dense, ms": round(1e3 * dense, 1),
         "generate, deployed, ms": round(1e3 * sparse, 1),

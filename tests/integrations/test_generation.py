@@ -11,7 +11,6 @@ transformers = pytest.importorskip("transformers", reason="pip install pdecay[tr
 
 from pdecay.integrations.transformers import generation_example  # noqa: E402
 
-from ..deployment.conftest import clock  # noqa: E402, F401
 from .gpt2 import make_model, model_with_dead_units, prompt, sparse_model  # noqa: E402
 
 WAYS = {
@@ -38,15 +37,8 @@ def generate(model, **options):
 def models():
     model = model_with_dead_units()
     example = generation_example(prompt(), 3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pdecay.deployment.runtime.pipeline.interleaved", sparse_is_faster)
-        return model, pdecay.compact(model, example), pdecay.deploy(model, example)
-
-
-def sparse_is_faster(functions, **options):
-    for function in functions:
-        function()
-    return [float(len(functions) - i) for i in range(len(functions))]
+    deployed = pdecay.deploy(model, example, choose="sparse", seconds=0)
+    return model, pdecay.compact(model, example), deployed
 
 
 def test_all_linear_layers_are_sparse(models):
@@ -68,7 +60,7 @@ def test_compacted_and_deployed_models_generate_the_same_tokens(models, way):
         assert torch.equal(generate(other, **WAYS[way]), expected)
 
 
-def test_example_has_prefill_and_decode_shapes(clock, monkeypatch):  # noqa: F811
+def test_example_has_prefill_and_decode_shapes():
     model = sparse_model()
     shapes = []
 
@@ -85,7 +77,7 @@ def test_example_has_prefill_and_decode_shapes(clock, monkeypatch):  # noqa: F81
     torch.testing.assert_close(torch.cat(logits, 1), whole, rtol=1e-4, atol=1e-4)
 
 
-def test_encoder_decoder(clock):  # noqa: F811
+def test_encoder_decoder():
     torch.manual_seed(0)
     config = transformers.T5Config(
         vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
@@ -95,7 +87,7 @@ def test_encoder_decoder(clock):  # noqa: F811
     for parameter in model.parameters():
         parameter.data.mul_(torch.rand_like(parameter) > 0.7)
     example = generation_example(prompt(), 2)
-    deployed = pdecay.deploy(model, example)
+    deployed = pdecay.deploy(model, example, choose="sparse", seconds=0)
     assert deployed.report.chosen == "sparse"
     assert len(example.call(deployed)) == 3
     assert torch.equal(generate(deployed), generate(model))

@@ -11,7 +11,6 @@ from pdecay import Lp
 pytest.importorskip("transformers", reason="pip install pdecay[transformers]")
 peft = pytest.importorskip("peft", reason="pip install peft")
 
-from ..deployment.conftest import clock  # noqa: E402, F401
 from .gpt2 import prompt, sparse_model  # noqa: E402
 
 
@@ -71,10 +70,10 @@ def test_merge_fills_the_zeros():
     assert torch.equal(weight == 0, zero)
 
 
-def test_deploy_keeps_the_adapter_beside_a_sparse_base(clock):  # noqa: F811
+def test_deploy_keeps_the_adapter_beside_a_sparse_base():
     _, model = train(adapted(sparse_model()))
     example = {"input_ids": prompt()}
-    deployed = pdecay.deploy(model, example)
+    deployed = pdecay.deploy(model, example, choose="sparse", seconds=0)
     sparse = [layer.name for layer in deployed.report.layers if layer.choice == "sparse"]
     assert any(name.endswith("c_fc.base_layer") for name in sparse)
     with torch.no_grad():

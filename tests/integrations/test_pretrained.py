@@ -17,7 +17,6 @@ from pdecay.integrations.transformers import (  # noqa: E402
     save_pretrained,
 )
 
-from ..deployment.conftest import clock  # noqa: E402, F401
 from .gpt2 import make_model, model_with_dead_units, prompt, sparse_model  # noqa: E402
 
 
@@ -108,20 +107,20 @@ def test_new_bias_of_compacted_layer_round_trips(tmp_path):
     assert torch.equal(logits(from_pretrained(tmp_path)), logits(smaller))
 
 
-def test_deployed_model_is_saved_as_plain_weights(tmp_path, clock):  # noqa: F811
+def test_deployed_model_is_saved_as_plain_weights(tmp_path):
     model = model_with_dead_units()
-    deployed = pdecay.deploy(model, generation_example(prompt(), 2))
+    deployed = pdecay.deploy(model, generation_example(prompt(), 2), choose="sparse", seconds=0)
     assert deployed.report.chosen == "sparse"
     save_pretrained(deployed, tmp_path)
     back = from_pretrained(tmp_path)
     assert back.lm_head.weight is back.transformer.wte.weight
     smaller = pdecay.compact(model, prompt())
     assert torch.equal(logits(back), logits(smaller))
-    again = pdecay.deploy(back, prompt())
+    again = pdecay.deploy(back, prompt(), choose="sparse", seconds=0)
     torch.testing.assert_close(logits(again), logits(model), rtol=1e-4, atol=1e-4)
 
 
-def test_folded_batch_norms_are_refused(tmp_path, clock):  # noqa: F811
+def test_folded_batch_norms_are_refused(tmp_path):
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic"
     )
@@ -129,7 +128,7 @@ def test_folded_batch_norms_are_refused(tmp_path, clock):  # noqa: F811
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(torch.rand_like(parameter) > 0.8)
-    deployed = pdecay.deploy(model, torch.randn(1, 3, 32, 32))
+    deployed = pdecay.deploy(model, torch.randn(1, 3, 32, 32), choose="sparse", seconds=0)
     assert deployed.report.folded
     with pytest.raises(ValueError, match=r"Identity instead of BatchNorm2d.*Save the trained"):
         pdecay.save(deployed, tmp_path / "model")

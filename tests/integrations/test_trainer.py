@@ -143,15 +143,12 @@ NEW_PROCESS = """
 import json, sys
 import torch
 import pdecay
-from pdecay.deployment.runtime import pipeline
 from pdecay.integrations.transformers import from_pretrained, generation_example
 
 torch.set_num_threads(1)
-# Sparse layers and the sparse model win all comparisons.
-pipeline.interleaved = lambda functions, **options: [3.0, 2.0, 1.0][-len(functions):]
 model = from_pretrained(sys.argv[1])
 ids = torch.tensor(json.loads(sys.argv[2]))
-deployed = pdecay.deploy(model, generation_example(ids, 4))
+deployed = pdecay.deploy(model, generation_example(ids, 4), choose="sparse", seconds=0)
 tokens = [deployed.generate(ids, **options).tolist() for options in json.loads(sys.argv[3])]
 print(json.dumps([deployed.report.chosen, pdecay.sparsity(model, 0.0).total, tokens]))
 """
