@@ -220,7 +220,7 @@ def test_second_compact_removes_nothing():
     ("model", "example", "error", "message"),
     [
         ("model", torch.randn(1), TypeError, "needs a torch.nn.Module, got str"),
-        (dead_unit(), "x", TypeError, "must be a tensor, a tuple .* or a dict .* got str"),
+        (dead_unit(), "x", TypeError, "must be a tensor, a tuple .* a dict .* got str"),
         (dead_unit(), {1: 2}, TypeError, "must be strings .*got 1"),
         (dead_unit(), torch.randn(4, 9), CompactError, "does not run on example_inputs: mat1"),
         (nn.Identity(), (), CompactError, "does not run on example_inputs"),
