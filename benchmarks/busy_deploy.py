@@ -42,6 +42,7 @@ def main() -> None:
     if args.record is not None:
         record = {
             "command": f"python benchmarks/busy_deploy.py --threads {args.threads}",
+            "commit": subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
             "machine": machine.describe() | {"threads": torch.get_num_threads()},
             "seconds": SECONDS,
             "networks": rows,
