@@ -50,20 +50,3 @@ def test_tensorboard(tmp_path):
     assert [event.step for event in scalars] == [4, 8]
     assert scalars[-1].value == pytest.approx(pdecay.sparsity(model).total)
     assert events.Scalars("sparsity/0.weight")
-
-
-def test_wandb(tmp_path):
-    wandb = pytest.importorskip("wandb")
-    with wandb.init(mode="offline", dir=tmp_path) as run:
-        model, _ = trained(wandb.log, every=4)
-        assert run.summary["sparsity"] == pdecay.sparsity(model).total
-
-
-def test_mlflow(tmp_path):
-    mlflow = pytest.importorskip("mlflow")
-    mlflow.set_tracking_uri(tmp_path.as_uri())
-    with mlflow.start_run() as run:
-        model, _ = trained(mlflow.log_metrics, every=4)
-    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "sparsity")
-    assert [metric.step for metric in history] == [4, 8]
-    assert history[-1].value == pdecay.sparsity(model).total
