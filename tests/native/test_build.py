@@ -364,7 +364,7 @@ def test_unusable_cache_and_temporary_folder(tmp_path):
 
 def test_compiler_variable_with_an_open_quote(tmp_path):
     output = run(TRY, tmp_path, CC="gcc'")
-    assert output.count("is not a command: No closing quotation") == 2
+    assert output.count("cannot be split into words: No closing quotation") == 2
 
 
 def test_compiler_messages_that_are_not_utf8(tmp_path):

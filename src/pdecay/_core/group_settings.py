@@ -17,6 +17,7 @@ plain numbers, so that ``torch.load(weights_only=True)`` accepts them:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,7 +115,16 @@ def check_not_flattened(params: Iterable[Any]) -> None:
 
 def penalty_of(group: Group) -> Penalty | None:
     """Return the penalty of a group; None if it does not decay."""
-    return as_penalty(group["decay"])
+    try:
+        return _penalty_of_pairs(tuple(map(tuple, group["decay"])))
+    except TypeError:  # not a list of pairs of numbers
+        return as_penalty(group["decay"])
+
+
+@functools.lru_cache(maxsize=1024)
+def _penalty_of_pairs(pairs: tuple[tuple[float, ...], ...]) -> Penalty | None:
+    """Checking the numbers takes longer than the step of a small model."""
+    return as_penalty(pairs)
 
 
 def scale_of(param: Tensor, index: int, group: Group) -> float:

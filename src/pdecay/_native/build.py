@@ -4,6 +4,7 @@
 ctypes. The library is kept per source, compiler, processor and OpenMP runtime in a private folder
 (`PDECAY_CACHE`, else `$XDG_CACHE_HOME/pdecay`, else `~/.cache/pdecay`). Every failure raises
 `KernelUnavailable` with a reason of one line; the caller falls back to another implementation.
+`PDECAY_CFLAGS` has further options for the compiler, such as `-march=haswell`.
 
 A folder is private if no other user but root can write to it or rename it or a folder above it.
 Otherwise another user could replace the library between its check and its use. If the cache is not
@@ -166,7 +167,8 @@ def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> c
                 break
             try:
                 source = str(SOURCES / f"{name}.c")
-                run([*compiler, *COMMON, *options, "-c", source, "-o", object_file])
+                flags = [*COMMON, *options, *_extra_flags()]
+                run([*compiler, *flags, "-c", source, "-o", object_file])
                 run([*compiler, "-shared", object_file, *link, "-lm", "-o", part])
                 ctypes.CDLL(part)  # check that all symbols resolve before others see it
                 content = Path(part).read_bytes()
@@ -225,15 +227,25 @@ def _compiler() -> list[str]:
     """Return the C compiler's command: `CC` if set, else cc, gcc or clang from the path."""
     if not hasattr(os, "getuid"):
         raise KernelUnavailable("kernels need a POSIX system")
-    try:
-        given = shlex.split(os.environ.get("CC", ""))
-    except ValueError as error:
-        raise KernelUnavailable(f"CC={os.environ['CC']!r} is not a command: {error}") from None
+    given = _words_of("CC")
     for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
         path = shutil.which(command[0])
         if path:
             return [path, *command[1:]]
     raise KernelUnavailable(f"no C compiler found ({given[0] if given else 'cc, gcc, clang'})")
+
+
+def _extra_flags() -> list[str]:
+    return _words_of("PDECAY_CFLAGS")
+
+
+def _words_of(variable: str) -> list[str]:
+    """Return the words of an environment variable, split as a shell does."""
+    try:
+        return shlex.split(os.environ.get(variable, ""))
+    except ValueError as error:
+        given = f"{variable}={os.environ[variable]!r}"
+        raise KernelUnavailable(f"{given} cannot be split into words: {error}") from None
 
 
 @functools.cache
@@ -258,7 +270,8 @@ def _key(name: str, compiler: list[str], runtime: str | None) -> str:
     """Return a hash of everything that the compiled library depends on."""
     program = os.stat(compiler[0])
     parts = [*compiler, str(program.st_size), str(program.st_mtime_ns), str(runtime)]
-    parts += [*COMMON, repr(TUNINGS), platform.machine(), platform.system(), _processor()]
+    parts += [*COMMON, repr(TUNINGS), *_extra_flags()]
+    parts += [platform.machine(), platform.system(), _processor()]
     for source in [SOURCES / f"{name}.c", *sorted(SOURCES.glob("*.h"))]:
         parts += [source.name, source.read_text()]
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:24]

@@ -20,15 +20,15 @@
 enum { STREAMS = 5, BLOCK = 1024 };                /* 1024 weights: 4 kB a stream in float */
 enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };      /* as in native.py */
 enum { DONE, BAD_DTYPE, NO_MEMORY };
-enum { FLAT, P_0, P_HALF, P_1, P_3_2, POWER, TWO_POWERS, POWERS, READY };     /* see decay.h, update.h */
+enum { FLAT, P_0, P_HALF, P_1, P_3_2, FITTED, POWER, TWO_POWERS, POWERS, READY };     /* see decay.h, update.h */
 
 /* The streams of each step. */
 enum { WEIGHT, GRADIENT, AVERAGE, SQUARE, LARGEST_SQUARE };     /* Adam */
 enum { BUFFER = 2 };                                            /* SGD: weight, gradient, momentum buffer */
 enum { OLD_WEIGHT = 1 };                                        /* decay: weight, weight before the update */
 
-typedef struct { double lr, beta1, beta2, eps, weight_decay, tiny; int maximize; } adam_settings;
-typedef struct { double lr, momentum, dampening, weight_decay, tiny; int nesterov, maximize; } sgd_settings;
+typedef struct { double lr, beta1, beta2, eps, weight_decay; int maximize; } adam_settings;
+typedef struct { double lr, momentum, dampening, weight_decay; int nesterov, maximize; } sgd_settings;
 
 /* Weights that decay to zero pass through denormal numbers, and so do the averages of dead units. On x86,
  * arithmetic with denormals is a hundred times slower. Flush them to zero there, in this thread only, from
@@ -54,7 +54,7 @@ static void leave_flush(unsigned before) { (void)before; }
 #define LARGEST FLT_MAX
 #define T_LIMIT 0x1p30f
 #define EXPONENT_STEP 0x1p23
-#define HOT 1
+#define IS_FLOAT 1
 #include "decay.h"
 #include "update.h"
 #undef REAL
@@ -65,7 +65,7 @@ static void leave_flush(unsigned before) { (void)before; }
 #undef LARGEST
 #undef T_LIMIT
 #undef EXPONENT_STEP
-#undef HOT
+#undef IS_FLOAT
 
 #define REAL double
 #define NAME(x) x##_f64
@@ -75,24 +75,35 @@ static void leave_flush(unsigned before) { (void)before; }
 #define LARGEST DBL_MAX
 #define T_LIMIT 0x1p60
 #define EXPONENT_STEP 0x1p52
-#define HOT 0
+#define IS_FLOAT 0
 #include "decay.h"
 #include "update.h"
 
-/* One call: the streams of all tensors and the function that updates a block of them. */
+#include "table.h"
+
+/* The tensors and the decay of a call, as Python passes them. */
 typedef struct {
-    int dtype, threads, streams;
-    unsigned written;                   /* bit s is set if stream s is written */
-    int64_t tensors;
+    int dtype, threads;                 /* threads: torch.get_num_threads() */
+    int64_t tensors, terms;
     const int64_t *sizes;
     void *const *data;                  /* data[s * tensors + i]: stream s of tensor i */
+    const double *p, *c;                /* the terms, c = lr * lam */
+    const double *scales;               /* for each tensor, the multiplier of all c; 0 for no decay */
+} call;
+
+/* A call, and the function that updates a block of its tensors. */
+typedef struct {
+    const call *call;
+    int streams;
+    unsigned written;                   /* bit s is set if stream s is written */
     const double *scalars;              /* two numbers for each tensor, passed to the update */
     const void *settings;
     void (*update_f32)(const void *, const decay_f32 *, const double *, block_f32);
     void (*update_f64)(const void *, const decay_f64 *, const double *, block_f64);
-    decay_f32 decay_f32;
-    decay_f64 decay_f64;
-    int flushes;                        /* whether the processor may flush denormals to zero */
+    int may_flush;                      /* whether the processor may flush denormals of decayed tensors to zero */
+    const int64_t *plan_of;             /* for each tensor, the index of its decay */
+    const decay_f32 *decay_f32;
+    const decay_f64 *decay_f64;
 } job;
 
 /* ---- half precision ---- */
@@ -137,8 +148,8 @@ static void run_f32(const job *job, int64_t tensor, int64_t begin, int64_t end)
     for (int64_t at = begin; at < end; at += BLOCK) {
         block_f32 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
         for (int s = 0; s < job->streams; s++)
-            block.stream[s] = (float *)job->data[s * job->tensors + tensor] + at;
-        job->update_f32(job->settings, &job->decay_f32, job->scalars + 2 * tensor, block);
+            block.stream[s] = (float *)job->call->data[s * job->call->tensors + tensor] + at;
+        job->update_f32(job->settings, &job->decay_f32[job->plan_of[tensor]], job->scalars + 2 * tensor, block);
     }
 }
 
@@ -148,8 +159,8 @@ static void run_f64(const job *job, int64_t tensor, int64_t begin, int64_t end)
     for (int64_t at = begin; at < end; at += BLOCK) {
         block_f64 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
         for (int s = 0; s < job->streams; s++)
-            block.stream[s] = (double *)job->data[s * job->tensors + tensor] + at;
-        job->update_f64(job->settings, &job->decay_f64, job->scalars + 2 * tensor, block);
+            block.stream[s] = (double *)job->call->data[s * job->call->tensors + tensor] + at;
+        job->update_f64(job->settings, &job->decay_f64[job->plan_of[tensor]], job->scalars + 2 * tensor, block);
     }
 }
 
@@ -160,139 +171,167 @@ static void run_half(const job *job, int64_t tensor, int64_t begin, int64_t end)
         block_f32 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
         for (int s = 0; s < job->streams; s++) {
             block.stream[s] = wide[s];
-            widen(job->dtype, (uint16_t *)job->data[s * job->tensors + tensor] + at, wide[s], block.n);
+            widen(job->call->dtype, (uint16_t *)job->call->data[s * job->call->tensors + tensor] + at, wide[s], block.n);
         }
-        job->update_f32(job->settings, &job->decay_f32, job->scalars + 2 * tensor, block);
+        job->update_f32(job->settings, &job->decay_f32[job->plan_of[tensor]], job->scalars + 2 * tensor, block);
         for (int s = 0; s < job->streams; s++)
             if (job->written >> s & 1)
-                narrow(job->dtype, wide[s], (uint16_t *)job->data[s * job->tensors + tensor] + at, block.n);
+                narrow(job->call->dtype, wide[s], (uint16_t *)job->call->data[s * job->call->tensors + tensor] + at, block.n);
     }
 }
 
 /* ---- all tensors, all threads ---- */
 
-static int64_t chunk_size(const job *job)
+static int64_t chunk_size(const call *call)
 {
     int64_t total = 0;
-    for (int64_t i = 0; i < job->tensors; i++) total += job->sizes[i];
-    int64_t chunk = total / (16 * job->threads) / BLOCK * BLOCK;
+    for (int64_t i = 0; i < call->tensors; i++) total += call->sizes[i];
+    int64_t chunk = total / (16 * call->threads) / BLOCK * BLOCK;
     return chunk < 4 * BLOCK ? 4 * BLOCK : chunk > 32 * BLOCK ? 32 * BLOCK : chunk;
 }
 
-static int run(const job *job)
+static void run_chunk(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
-    if (job->dtype < FLOAT32 || job->dtype > FLOAT16) return BAD_DTYPE;
-#ifndef __FLT16_MAX__
-    if (job->dtype == FLOAT16) return BAD_DTYPE;
-#endif
-    const int64_t chunk = chunk_size(job);
-    int64_t *chunks_before = malloc(((size_t)job->tensors + 1) * sizeof *chunks_before);
-    if (!chunks_before) return NO_MEMORY;
-    chunks_before[0] = 0;
-    for (int64_t i = 0; i < job->tensors; i++)
-        chunks_before[i + 1] = chunks_before[i] + (job->sizes[i] + chunk - 1) / chunk;
-    const int64_t chunks = chunks_before[job->tensors];
+    const int decays = job->call->terms && job->call->scales[tensor] != 0;
+    unsigned before = enter_flush(decays && job->may_flush);
+    if (job->call->dtype == FLOAT32) run_f32(job, tensor, begin, end);
+    else if (job->call->dtype == FLOAT64) run_f64(job, tensor, begin, end);
+    else run_half(job, tensor, begin, end);
+    leave_flush(before);
+}
 
-    #pragma omp parallel num_threads(job->threads) if (job->threads > 1 && chunks > 1)
-    {
-        unsigned before = enter_flush(job->flushes);
-        #pragma omp for schedule(dynamic)
-        for (int64_t c = 0; c < chunks; c++) {
-            int64_t low = 0, high = job->tensors;         /* bisect for the tensor that contains chunk c */
-            while (high - low > 1) {
-                int64_t middle = (low + high) / 2;
-                if (chunks_before[middle] <= c) low = middle;
-                else high = middle;
-            }
-            int64_t begin = (c - chunks_before[low]) * chunk, end = begin + chunk;
-            if (end > job->sizes[low]) end = job->sizes[low];
-            if (job->dtype == FLOAT32) run_f32(job, low, begin, end);
-            else if (job->dtype == FLOAT64) run_f64(job, low, begin, end);
-            else run_half(job, low, begin, end);
+static void run_chunks(const job *job, int64_t chunk, const int64_t *chunks_before)
+{
+    const call *call = job->call;
+    const int64_t chunks = chunks_before[call->tensors];
+    #pragma omp parallel for schedule(dynamic) num_threads(call->threads) if (call->threads > 1 && chunks > 1)
+    for (int64_t c = 0; c < chunks; c++) {
+        int64_t low = 0, high = call->tensors;            /* bisect for the tensor that contains chunk c */
+        while (high - low > 1) {
+            int64_t middle = (low + high) / 2;
+            if (chunks_before[middle] <= c) low = middle;
+            else high = middle;
         }
-        leave_flush(before);
+        int64_t begin = (c - chunks_before[low]) * chunk, end = begin + chunk;
+        run_chunk(job, low, begin, end < call->sizes[low] ? end : call->sizes[low]);
     }
-    free(chunks_before);
+}
+
+/* Plan one decay for each distinct scale, and run the job. */
+static int run(job job)
+{
+    const call *call = job.call;
+    const int64_t tensors = call->tensors, terms = call->terms, chunk = chunk_size(call);
+    if (call->dtype < FLOAT32 || call->dtype > FLOAT16) return BAD_DTYPE;
+#ifndef __FLT16_MAX__
+    if (call->dtype == FLOAT16) return BAD_DTYPE;
+#endif
+    int64_t plans = 0;
+    int64_t *plan_of = malloc((size_t)(2 * tensors + 1) * sizeof *plan_of), *chunks_before = plan_of + tensors;
+    double *scales = malloc((size_t)(tensors + 1) * sizeof *scales);
+    if (!plan_of || !scales) goto no_memory;
+    chunks_before[0] = 0;
+    for (int64_t i = 0; i < tensors; i++) {
+        chunks_before[i + 1] = chunks_before[i] + (call->sizes[i] + chunk - 1) / chunk;
+        int64_t plan = 0;
+        while (plan < plans && scales[plan] != call->scales[i]) plan++;
+        if (plan == plans) scales[plans++] = call->scales[i];
+        plan_of[i] = plan;
+    }
+    job.plan_of = plan_of;
+    if (call->dtype == FLOAT64) {
+        decay_f64 *decay = malloc((size_t)(plans + 1) * (sizeof *decay + (size_t)terms * sizeof(power_f64)));
+        if (!decay) goto no_memory;
+        power_f64 *powers = (power_f64 *)(decay + plans + 1);
+        for (int64_t k = 0; k < plans; k++)
+            decay[k] = plan_decay_f64(terms, call->p, call->c, scales[k], powers + k * terms);
+        job.decay_f64 = decay;
+        run_chunks(&job, chunk, chunks_before);
+        free(decay);
+    } else {
+        decay_f32 *decay = malloc((size_t)(plans + 1) * (sizeof *decay + (size_t)terms * sizeof(power_f32)));
+        if (!decay) goto no_memory;
+        power_f32 *powers = (power_f32 *)(decay + plans + 1);
+        for (int64_t k = 0; k < plans; k++)
+            decay[k] = plan_decay_f32(terms, call->p, call->c, scales[k], powers + k * terms);
+        job.decay_f32 = decay;
+        run_chunks(&job, chunk, chunks_before);
+        free(decay);
+    }
+    free(scales);
+    free(plan_of);
     return DONE;
+no_memory:
+    free(scales);
+    free(plan_of);
+    return NO_MEMORY;
 }
 
 /* ---- the interface that native.py calls ---- */
 
-/* `threads`: torch.get_num_threads(). `data`: pointers to all weights, then to all tensors of the next stream.
- * `p`, `c`: the terms, c = lr * lam. The caller has removed terms with c = 0. */
-
-int pdecay_adam(int dtype, int threads, int64_t tensors, const int64_t *sizes, void *const *data, int64_t terms,
-                const double *p, const double *c, void *const *steps, int double_steps,
-                double lr, double beta1, double beta2, double eps, double weight_decay, int amsgrad, int maximize)
+int pdecay_adam(const call *call, void *const *steps, int double_steps, double lr, double beta1, double beta2,
+                double eps, double weight_decay, int amsgrad, int maximize)
 {
-    power_f32 powers_f32[terms + 1];
-    power_f64 powers_f64[terms + 1];
-    adam_settings settings = { lr, beta1, beta2, eps, weight_decay, 0, maximize };
-    if (terms) settings.tiny = dtype == FLOAT64 ? DBL_MIN : FLT_MIN;
+    adam_settings settings = { lr, beta1, beta2, eps, weight_decay, maximize };
     /* Flushing second moments to zero is harmless only if eps is far above the root of the smallest normal number:
      * with eps = 0, a small gradient would be divided by zero. */
-    const double smallest_eps = dtype == FLOAT64 ? 1e-145 : 1e-15;
-    double *scalars = malloc((2 * (size_t)tensors + 1) * sizeof *scalars);
+    const double smallest_eps = call->dtype == FLOAT64 ? 1e-145 : 1e-15;
+    double *scalars = malloc((2 * (size_t)call->tensors + 1) * sizeof *scalars);
     if (!scalars) return NO_MEMORY;
-    for (int64_t i = 0; i < tensors; i++) {
+    double last = -1;
+    for (int64_t i = 0; i < call->tensors; i++) {
         double step = double_steps ? ++*(double *)steps[i] : (double)++*(float *)steps[i];
-        scalars[2 * i] = lr / (1 - pow(beta1, step));
-        scalars[2 * i + 1] = 1 / sqrt(1 - pow(beta2, step));
+        const int same = i > 0 && step == last;           /* usually all counts are equal */
+        scalars[2 * i] = same ? scalars[2 * i - 2] : lr / (1 - pow(beta1, step));
+        scalars[2 * i + 1] = same ? scalars[2 * i - 1] : 1 / sqrt(1 - pow(beta2, step));
+        last = step;
     }
-    job job = {
-        .dtype = dtype, .threads = threads, .streams = amsgrad ? 5 : 4, .tensors = tensors, .sizes = sizes,
+    int status = run((job){
+        .call = call, .streams = amsgrad ? 5 : 4,
         .written = 1u << WEIGHT | 1u << AVERAGE | 1u << SQUARE | 1u << LARGEST_SQUARE,
-        .data = data, .scalars = scalars, .settings = &settings,
+        .scalars = scalars, .settings = &settings, .may_flush = eps >= smallest_eps,
         .update_f32 = amsgrad ? amsgrad_f32 : adam_f32, .update_f64 = amsgrad ? amsgrad_f64 : adam_f64,
-        .decay_f32 = plan_decay_f32(terms, p, c, powers_f32), .decay_f64 = plan_decay_f64(terms, p, c, powers_f64),
-        .flushes = terms > 0 && eps >= smallest_eps,
-    };
-    int status = run(&job);
+    });
     free(scalars);
     return status;
 }
 
 /* `first[i]`: the momentum buffer of tensor i is uninitialised: it is written and not read. */
-int pdecay_sgd(int dtype, int threads, int64_t tensors, const int64_t *sizes, void *const *data, int64_t terms,
-               const double *p, const double *c, const unsigned char *first, double lr,
-               double momentum, double dampening, int nesterov, double weight_decay, int maximize)
+int pdecay_sgd(const call *call, const unsigned char *first, double lr, double momentum, double dampening,
+               int nesterov, double weight_decay, int maximize)
 {
-    power_f32 powers_f32[terms + 1];
-    power_f64 powers_f64[terms + 1];
-    sgd_settings settings = { lr, momentum, dampening, weight_decay, 0, nesterov, maximize };
-    if (terms) settings.tiny = dtype == FLOAT64 ? DBL_MIN : FLT_MIN;
-    double *scalars = malloc((2 * (size_t)tensors + 1) * sizeof *scalars);
+    sgd_settings settings = { lr, momentum, dampening, weight_decay, nesterov, maximize };
+    double *scalars = malloc((2 * (size_t)call->tensors + 1) * sizeof *scalars);
     if (!scalars) return NO_MEMORY;
-    for (int64_t i = 0; i < tensors; i++) scalars[2 * i] = first[i];
-    job job = {
-        .dtype = dtype, .threads = threads, .streams = momentum ? 3 : 2, .tensors = tensors, .sizes = sizes,
-        .written = 1u << WEIGHT | 1u << BUFFER,
-        .data = data, .scalars = scalars, .settings = &settings,
-        .update_f32 = sgd_f32, .update_f64 = sgd_f64,
-        .decay_f32 = plan_decay_f32(terms, p, c, powers_f32), .decay_f64 = plan_decay_f64(terms, p, c, powers_f64),
-        .flushes = terms > 0,
-    };
-    int status = run(&job);
+    for (int64_t i = 0; i < call->tensors; i++) scalars[2 * i] = first[i];
+    int status = run((job){
+        .call = call, .streams = momentum ? 3 : 2, .written = 1u << WEIGHT | 1u << BUFFER,
+        .scalars = scalars, .settings = &settings, .may_flush = 1, .update_f32 = sgd_f32, .update_f64 = sgd_f64,
+    });
     free(scalars);
     return status;
 }
 
-/* `data`: the weights after their update, then the weights before it. */
-int pdecay_decay(int dtype, int threads, int64_t tensors, const int64_t *sizes, void *const *data, int64_t terms,
-                  const double *p, const double *c)
+/* The streams are the weights after their update and the weights before it. */
+int pdecay_decay(const call *call)
 {
-    power_f32 powers_f32[terms + 1];
-    power_f64 powers_f64[terms + 1];
-    job job = {
-        .dtype = dtype, .threads = threads, .streams = 2, .tensors = tensors, .sizes = sizes,
-        .written = 1u << WEIGHT, .data = data, .update_f32 = decay_only_f32, .update_f64 = decay_only_f64,
-        .decay_f32 = plan_decay_f32(terms, p, c, powers_f32), .decay_f64 = plan_decay_f64(terms, p, c, powers_f64),
-        .flushes = 1,
-    };
-    return run(&job);
+    double *scalars = calloc(2 * (size_t)call->tensors + 1, sizeof *scalars);
+    if (!scalars) return NO_MEMORY;
+    int status = run((job){
+        .call = call, .streams = 2, .written = 1u << WEIGHT, .scalars = scalars, .may_flush = 1,
+        .update_f32 = decay_only_f32, .update_f64 = decay_only_f64,
+    });
+    free(scalars);
+    return status;
 }
 
-/* |x|^q, for the test of its accuracy. */
+/* |x|^q, for the tests of its accuracy. */
+void pdecay_fitted_power_f32(const float *x, float *power, int64_t n, double q, double c)
+{
+    const fitted_f32 term = fit_power_f32(q, c);
+    for (int64_t i = 0; i < n; i++) power[i] = fitted_power_f32(term, x[i]);
+}
+
 void pdecay_power_f32(const float *x, float *power, int64_t n, double q)
 {
     for (int64_t i = 0; i < n; i++)

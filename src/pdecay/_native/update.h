@@ -23,8 +23,9 @@ INLINE void NAME(adam_loop)(const adam_settings *adam, const NAME(decay) *rule, 
     const NAME(decay) decay = *rule;
     const REAL beta1 = (REAL)adam->beta1, new1 = (REAL)(adam->maximize ? adam->beta1 - 1 : 1 - adam->beta1);
     const REAL beta2 = (REAL)adam->beta2, new2 = (REAL)(1 - adam->beta2);
-    const REAL eps = (REAL)adam->eps, keep = (REAL)(1 - adam->lr * adam->weight_decay), tiny = (REAL)adam->tiny;
-    const REAL step_size = (REAL)tensor[0], per_root = (REAL)tensor[1];
+    const REAL eps = (REAL)adam->eps, per_root = (REAL)tensor[1], tiny = decay.tiny;
+    const double flat = form == READY ? 1 : decay.flat;
+    const REAL keep = (REAL)((1 - adam->lr * adam->weight_decay) * flat), step_size = (REAL)(tensor[0] * flat);
     REAL *restrict w = block.stream[WEIGHT], *restrict m = block.stream[AVERAGE];
     REAL *restrict v = block.stream[SQUARE], *restrict largest = block.stream[LARGEST_SQUARE];
     const REAL *restrict grad = block.stream[GRADIENT], *restrict factor = block.factor;
@@ -50,7 +51,8 @@ INLINE void NAME(sgd_loop)(const sgd_settings *sgd, const NAME(decay) *rule, NAM
 {
     const NAME(decay) decay = *rule;
     const REAL lr = (REAL)sgd->lr, keep = (REAL)sgd->momentum, new = (REAL)(1 - sgd->dampening);
-    const REAL weight_decay = (REAL)sgd->weight_decay, sign = sgd->maximize ? -1 : 1, tiny = (REAL)sgd->tiny;
+    const REAL flat = form == READY ? 1 : decay.flat;
+    const REAL weight_decay = (REAL)sgd->weight_decay, sign = sgd->maximize ? -1 : 1, tiny = decay.tiny;
     REAL *restrict w = block.stream[WEIGHT], *restrict buffer = block.stream[BUFFER];
     const REAL *restrict grad = block.stream[GRADIENT], *restrict factor = block.factor;
     for (int64_t i = 0; i < block.n; i++) {
@@ -61,7 +63,7 @@ INLINE void NAME(sgd_loop)(const sgd_settings *sgd, const NAME(decay) *rule, NAM
             buffer[i] = move;
             if (nesterov) move = g + keep * move;
         }
-        REAL w_tilde = w[i] - lr * move;
+        REAL w_tilde = flat * w[i] - flat * lr * move;
         REAL shrink = form == READY ? factor[i] : NAME(factor_of)(&decay, form, w[i]);
         w[i] = NAME(flush)(w_tilde * shrink, tiny);
     }
@@ -75,6 +77,7 @@ INLINE void NAME(sgd_loop)(const sgd_settings *sgd, const NAME(decay) *rule, NAM
     case P_HALF: LOOP(P_HALF); return;         \
     case P_1: LOOP(P_1); return;               \
     case P_3_2: LOOP(P_3_2); return;           \
+    case FITTED: LOOP(FITTED); return;         \
     case POWER: LOOP(POWER); return;           \
     case TWO_POWERS: LOOP(TWO_POWERS); return; \
     }
@@ -82,7 +85,7 @@ INLINE void NAME(sgd_loop)(const sgd_settings *sgd, const NAME(decay) *rule, NAM
 static void NAME(adam)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
 #define LOOP(FORM) NAME(adam_loop)(settings, decay, tensor, block, 0, FORM)
-    if (HOT) RETURN_IF_SPECIALISED(LOOP)
+    if (IS_FLOAT) RETURN_IF_SPECIALISED(LOOP)
     NAME(factor_block)(decay, block.stream[WEIGHT], block.factor, block.n);
     LOOP(READY);
 #undef LOOP
@@ -99,7 +102,7 @@ static void NAME(sgd)(const void *settings, const NAME(decay) *decay, const doub
     const sgd_settings *sgd = settings;
     const int momentum = sgd->momentum != 0, first = tensor[0] != 0;
 #define LOOP(FORM) NAME(sgd_loop)(sgd, decay, block, 1, 0, 0, FORM)
-    if (HOT && momentum && !first && !sgd->nesterov) RETURN_IF_SPECIALISED(LOOP)
+    if (IS_FLOAT && momentum && !first && !sgd->nesterov) RETURN_IF_SPECIALISED(LOOP)
 #undef LOOP
     NAME(factor_block)(decay, block.stream[WEIGHT], block.factor, block.n);
     if (!momentum) NAME(sgd_loop)(sgd, decay, block, 0, 0, 0, READY);
@@ -113,6 +116,7 @@ static void NAME(sgd)(const void *settings, const NAME(decay) *decay, const doub
 static void NAME(decay_only)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
     (void)settings, (void)tensor;
+    if (!decay->tiny) return;
     NAME(factor_block)(decay, block.stream[OLD_WEIGHT], block.factor, block.n);
     REAL *restrict w = block.stream[WEIGHT];
     for (int64_t i = 0; i < block.n; i++) w[i] = NAME(flush)(w[i] * block.factor[i], SMALLEST);

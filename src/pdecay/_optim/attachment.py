@@ -185,7 +185,7 @@ class Attachment(StepHooks):
 
     def _decay_group(self, params: list[Tensor], w_old: list[Tensor], group: Group) -> None:
         fused = self.fused if self._needs_old(group) else False
-        for batch in make_batches([params, w_old], group, self.rate(group), fused):
+        for batch in make_batches([params, w_old], group, self.rate(group), fused, 2):
             if self.step == "decay":
                 batch.decay_(batch.select(w_old), self.optimizer.state)
             elif batch.penalty is not None:

@@ -28,7 +28,8 @@ from pdecay._core.group_settings import Group, penalty_of, scales_of
 from pdecay._core.penalty import Penalty
 from pdecay._core.tensors import TensorList, is_tracing
 from pdecay._core.validation import check_number
-from pdecay._optim.kernels.selection import kernels_for
+from pdecay._optim.kernels import native
+from pdecay._optim.kernels.selection import kernels_for, table_for
 
 Rate = float | Tensor
 State = dict[Tensor, dict[str, Any]]
@@ -42,6 +43,7 @@ def update_and_decay_(
     rate: Rate,
     state: State,
     *,
+    elementwise: int,
     allow_kernels: bool = True,
 ) -> None:
     """Run one step of a group's parameters: the optimizer's own update, then the decay.
@@ -54,10 +56,11 @@ def update_and_decay_(
         group: the parameter group.
         rate: the learning rate of the decay.
         state: the optimizer's state.
+        elementwise: the number of leading streams with one number for each weight.
         allow_kernels: whether fused kernels may be used.
     """
     fused = _fused(group) if allow_kernels else False
-    for batch in make_batches(streams, group, rate, fused):
+    for batch in make_batches(streams, group, rate, fused, elementwise):
         factors = batch.factors(batch.params)  # from w_old; empty if a kernel decays
         update(batch, *(batch.select(stream) for stream in streams))  # w_old -> w_tilde
         multiply_(batch.params, factors, foreach=batch.foreach)  # w = w_tilde * factor(w_old)
@@ -70,11 +73,12 @@ class DecayBatch:
 
     params: list[Tensor]
     indices: list[int]  # positions in the list that the batch was made from
-    rate: Rate  # the learning rate of the decay times the group's decay_scale
+    rate: Rate  # the learning rate of the decay times the common decay_scale
     penalty: Penalty | None  # None if nothing decays
     auxiliary: Sequence[float]  # if not empty, s is kept in an anchor for each parameter
     kernel: ModuleType | None
     foreach: bool
+    options: dict[str, Any]  # arguments of the kernel, if it accepts more than one scale
 
     def select(self, stream: list[T]) -> list[T]:
         """Select this batch's entries of a list; an empty list stays empty."""
@@ -98,7 +102,7 @@ class DecayBatch:
         if self.auxiliary:
             self.decay_at_anchors_(state)
         elif self.kernel is not None:
-            self.kernel.decay_(self.params, w_old, terms=self.terms, rate=self.rate)
+            self.kernel.decay_(self.params, w_old, terms=self.terms, rate=self.rate, **self.options)
         else:
             multiply_(self.params, self.factors(w_old), foreach=self.foreach)
 
@@ -110,17 +114,26 @@ class DecayBatch:
 
 
 def make_batches(
-    streams: Sequence[list[Any]], group: Group, rate: Rate, fused: bool | None
+    streams: Sequence[list[Any]], group: Group, rate: Rate, fused: bool | None, elementwise: int
 ) -> Iterator[DecayBatch]:
     """Split a group's parameters into as few batches as kernels and scales allow.
 
-    `streams` are lists in the same order: the parameters, then all tensors that a kernel reads.
+    `streams` are lists in the same order: the parameters, then all tensors that a kernel reads. The
+    first `elementwise` of them hold one number for each weight.
     Without a kernel and without foreach each parameter is a batch, so that only one factor is in
     memory at a time.
     """
     params: list[Tensor] = streams[0]
     penalty = penalty_of(group)
     scales = scales_of(params, group)
+    auxiliary = group["decay_auxiliary"]
+    if not auxiliary:
+        table = table_for(streams[:elementwise], fused)
+        if table is not None:
+            indices = list(range(len(params)))
+            options = {"scales": scales, "table": table}
+            yield DecayBatch(params, indices, rate, penalty, auxiliary, native, False, options)
+            return
     kernels = kernels_for(streams, fused)
     rest = [param for param, kernel in zip(params, kernels, strict=True) if kernel is None]
     foreach = use_foreach(rest, group.get("foreach"))
@@ -134,9 +147,10 @@ def make_batches(
             indices=indices,
             rate=rate * scale if scale else 0.0,
             penalty=penalty if scale else None,
-            auxiliary=group["decay_auxiliary"],
+            auxiliary=auxiliary,
             kernel=kernel,
             foreach=foreach,
+            options={},
         )
 
 

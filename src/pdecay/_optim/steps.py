@@ -42,7 +42,9 @@ def adam_step_(
 
     def update(batch: DecayBatch, *streams: list[Tensor]) -> None:
         if batch.kernel is not None:
-            batch.kernel.adam_(*streams, terms=batch.terms, rate=batch.rate, **_numbers(hyper))
+            batch.kernel.adam_(
+                *streams, terms=batch.terms, rate=batch.rate, **batch.options, **_numbers(hyper)
+            )
         else:
             torch_adam(
                 *streams,
@@ -55,7 +57,8 @@ def adam_step_(
                 **hyper,
             )
 
-    update_and_decay_(update, streams, group, rate, state)
+    elementwise = 5 if group["amsgrad"] else 4
+    update_and_decay_(update, streams, group, rate, state, elementwise=elementwise)
 
 
 def sgd_step_(
@@ -88,6 +91,7 @@ def sgd_step_(
                 terms=batch.terms,
                 rate=batch.rate,
                 first=first,
+                **batch.options,
                 **_numbers(hyper),
             )
         else:
@@ -103,7 +107,11 @@ def sgd_step_(
                 momentum_buffers[i] = buffer
 
     streams: list[list[Any]] = [params, grads, momentum_buffers]
-    update_and_decay_(update, streams, group, rate, state, allow_kernels=not has_sparse_grad)
+    update_and_decay_(
+        *(update, streams, group, rate, state),
+        elementwise=3 if has_momentum else 2,
+        allow_kernels=not has_sparse_grad,
+    )
 
 
 def _numbers(hyper: dict[str, Any]) -> dict[str, Any]:

@@ -54,6 +54,11 @@ def all_plain(tensors: Sequence[Tensor]) -> bool:
     return not any(map(Tensor.is_neg, tensors)) and not any(map(Tensor._is_zerotensor, tensors))
 
 
+def are_plain(tensors: Sequence[Any]) -> bool:
+    """Check quickly that all are tensors without subclasses and without lazy negation."""
+    return set(map(type, tensors)) <= _PLAIN_SET and not any(map(Tensor.is_neg, tensors))
+
+
 def is_readable(tensor: Tensor | None, weight: Tensor) -> bool:
     """Check that a kernel for `weight` can read a gradient or state; None counts as readable.
 

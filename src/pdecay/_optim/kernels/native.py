@@ -1,11 +1,12 @@
 """The fused steps in C, on lists of CPU tensors.
 
-Every function changes its tensors in place and makes one call into C for each dtype. Pointers are
-collected at each call (about two microseconds a tensor), so that none can become stale.
+Every function changes its tensors in place. The addresses are read and checked at each call, so
+that none can become stale: in C, in one pass, if all tensors are alike (:func:`table_of`), else in
+Python (:class:`Batch`), with one call into C for each dtype.
 
-`terms` is a sequence of (p, lam) pairs. Terms whose rate * lam is 0 are dropped; without terms the
-step is the optimizer's own update. With terms, results below the smallest normal number (of float32
-for half-precision weights) are written as 0.
+`terms` is a sequence of (p, lam) pairs, and `scales` multiplies lam for each tensor (1 by default).
+Where rate * lam * scale is 0, the step is the optimizer's own update. Elsewhere, results below the
+smallest normal number (of float32 for half-precision weights) are written as 0.
 
 The functions raise `KernelUnavailable` if the kernel cannot be compiled and `ValueError` for
 unsupported tensors; call `why_not` first.
@@ -16,10 +17,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from pdecay._native.build import KernelUnavailable, load
 from pdecay._optim.kernels.layout import (
@@ -27,13 +32,23 @@ from pdecay._optim.kernels.layout import (
     Batch,
     Tensors,
     all_on_cpu,
+    are_plain,
     batches,
     is_dense,
     is_plain,
     local,
 )
 
-__all__ = ["KernelUnavailable", "adam_", "available", "decay_", "sgd_", "why_not"]
+__all__ = [
+    "KernelUnavailable",
+    "Table",
+    "adam_",
+    "available",
+    "decay_",
+    "sgd_",
+    "table_of",
+    "why_not",
+]
 
 Terms = Sequence[Sequence[float]]  # (p, lam) pairs
 
@@ -64,6 +79,42 @@ def why_not(tensor: Tensor) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Table:
+    """The addresses of tensors that one call into C can read.
+
+    Args:
+        dtype: the common dtype, as in step.c.
+        sizes: the number of elements of each weight.
+        data: the addresses of all weights, then of all tensors of the next stream.
+    """
+
+    dtype: int
+    sizes: array[int]
+    data: array[int]
+
+
+def table_of(streams: Sequence[Tensors]) -> Table | None:
+    """Return the addresses if all tensors are contiguous, on the CPU and of one dtype.
+
+    The streams must have equal lengths, the weights first, with equal sizes of the tensors of one
+    index. Return None otherwise, and for tensors that the kernel cannot read.
+    """
+    count = len(streams[0])
+    tensors = [*chain(*streams)]
+    if not count or len(tensors) != count * len(streams) or not are_plain(tensors):
+        return None
+    objects = array("Q", map(id, tensors))
+    sizes, data = array("q", bytes(8 * count)), array("Q", bytes(8 * len(tensors)))
+    try:
+        function, describe = _table_function()
+        addresses = (_address(objects), _address(sizes), _address(data))
+        dtype = function(describe, count, len(streams), *addresses)
+    except RuntimeError:  # the kernel is unavailable, or a tensor has no memory that C can read
+        return None
+    return Table(dtype, sizes, data) if dtype >= 0 else None
+
+
 def adam_(
     params: Tensors,
     grads: Tensors,
@@ -81,6 +132,8 @@ def adam_(
     amsgrad: bool,
     maximize: bool,
     rate: float | None = None,
+    scales: Sequence[float] | None = None,
+    table: Table | None = None,
 ) -> None:
     """Run one step of `torch.optim.AdamW` and the decay in one pass over memory.
 
@@ -100,26 +153,27 @@ def adam_(
         amsgrad: whether to divide by the maxima of the second moments.
         maximize: whether to ascend.
         rate: the learning rate of the decay; `lr` by default.
+        scales: multipliers of lam, one for each weight; 1 by default.
+        table: the addresses of all streams but the step counts, if they are known already.
     """
     library = _library()
     rate = float(lr if rate is None else rate)
     streams = [params, grads, exp_avgs, exp_avg_sqs]
     if amsgrad:
         streams.append(max_exp_avg_sqs)
-    steps = _step_counts(state_steps)
-    pointers = [step.data_ptr() for step in steps]
-    double_steps = bool(steps) and steps[0].dtype == torch.float64
-    powers, rates = _nonzero_terms(terms, rate)
-    for batch in list(batches(streams, read_only=(1,))):  # check all before any weight changes
-        counts = array("Q", [pointers[i] for i in batch.indices])
-        _call(
-            batch,
-            library.pdecay_adam,
-            *(len(powers), _address(powers), _address(rates)),
-            *(_address(counts), double_steps),
-            *(lr, beta1, beta2, eps, weight_decay, amsgrad, maximize),
-        )
-    for step, count in zip(state_steps, steps, strict=True):
+    hyper = (lr, beta1, beta2, eps, weight_decay, amsgrad, maximize)
+    steps = table_of([state_steps])
+    copies: Tensors = ()
+    if steps is not None and steps.dtype <= 1 and steps.sizes.count(1) == len(state_steps):
+        addresses, double_steps = steps.data, bool(steps.dtype)
+    else:
+        copies = _step_counts(state_steps)
+        addresses = array("Q", map(Tensor.data_ptr, copies))
+        double_steps = bool(copies) and copies[0].dtype == torch.float64
+    for call, indices in _calls(streams, terms, rate, scales, table):
+        own = addresses if indices is None else array("Q", [addresses[i] for i in indices])
+        _check(library.pdecay_adam(call, _address(own), double_steps, *hyper))
+    for step, count in zip(state_steps, copies, strict=False):
         if count is not step:
             step.copy_(count)
 
@@ -138,6 +192,8 @@ def sgd_(
     maximize: bool,
     first: bool | Sequence[bool] = False,
     rate: float | None = None,
+    scales: Sequence[float] | None = None,
+    table: Table | None = None,
 ) -> None:
     """Run one step of `torch.optim.SGD` and the decay in one pass over memory.
 
@@ -154,68 +210,134 @@ def sgd_(
         maximize: whether to ascend.
         first: whether the buffers are uninitialised (written, not read), for all or for each.
         rate: the learning rate of the decay; `lr` by default.
+        scales: multipliers of lam, one for each weight; 1 by default.
+        table: the addresses of all streams, if they are known already.
     """
     library = _library()
     rate = float(lr if rate is None else rate)
     fresh = [first] * len(params) if isinstance(first, bool) else first
     streams = [params, grads, momentum_buffers] if momentum != 0 else [params, grads]
-    powers, rates = _nonzero_terms(terms, rate)
-    for batch in list(batches(streams, read_only=(1,))):
-        flags = array("B", [fresh[i] for i in batch.indices])
-        _call(
-            batch,
-            library.pdecay_sgd,
-            *(len(powers), _address(powers), _address(rates), _address(flags)),
-            *(lr, momentum, dampening, nesterov, weight_decay, maximize),
-        )
+    hyper = (lr, momentum, dampening, nesterov, weight_decay, maximize)
+    for call, indices in _calls(streams, terms, rate, scales, table):
+        flags = array("B", fresh if indices is None else [fresh[i] for i in indices])
+        _check(library.pdecay_sgd(call, _address(flags), *hyper))
 
 
-def decay_(params: Tensors, olds: Tensors, *, terms: Terms, rate: float) -> None:
+def decay_(
+    params: Tensors,
+    olds: Tensors,
+    *,
+    terms: Terms,
+    rate: float,
+    scales: Sequence[float] | None = None,
+    table: Table | None = None,
+) -> None:
     """Decay updated weights, given their values before the update (`olds`)."""
-    powers, rates = _nonzero_terms(terms, rate)
-    if not powers:
+    if rate and any(lam for _, lam in terms):
+        library = _library()
+        for call, _ in _calls([params, olds], terms, rate, scales, table):
+            _check(library.pdecay_decay(call))
+
+
+class _Call(ctypes.Structure):
+    """The struct `call` of step.c."""
+
+    _fields_ = (
+        *(("dtype", ctypes.c_int), ("threads", ctypes.c_int)),
+        *(("tensors", ctypes.c_int64), ("terms", ctypes.c_int64)),
+        *((name, ctypes.c_void_p) for name in ("sizes", "data", "p", "c", "scales")),
+    )
+
+
+def _calls(
+    streams: list[Tensors],
+    terms: Terms,
+    rate: float,
+    scales: Sequence[float] | None,
+    table: Table | None,
+) -> Iterator[tuple[Any, Sequence[int] | None]]:
+    """Yield the argument of each call into C, and the indices of its tensors (None for all).
+
+    Everything is checked before the first call. After each one, converted tensors are copied back
+    and the version counters of the written tensors are incremented, as by every in-place operation.
+    """
+    powers = array("d", [p for p, _ in terms])
+    rates = array("d", [rate * lam for _, lam in terms])
+    factors = array("d", scales or [1.0] * len(streams[0]))
+    threads = torch.get_num_threads()
+
+    def call(table: Table, factors: array[float]) -> Any:
+        counts = (table.dtype, threads, len(table.sizes), len(powers))
+        arrays: tuple[array[Any], ...] = (table.sizes, table.data, powers, rates, factors)
+        return ctypes.byref(_Call(*counts, *map(_address, arrays)))
+
+    table = table or table_of(streams)
+    if table is not None:
+        yield call(table, factors), None
+        increment_version([*chain(streams[0], *streams[2:])])
         return
-    library = _library()
-    for batch in list(batches([params, olds], read_only=(1,))):
-        _call(batch, library.pdecay_decay, len(powers), _address(powers), _address(rates))
+    parts = list(batches(streams, read_only=(1,)))
+    tables = [_table_of_batch(part) for part in parts]
+    for part, table in zip(parts, tables, strict=True):
+        yield call(table, array("d", [factors[i] for i in part.indices])), part.indices
+        part.finish()
 
 
-@functools.cache
-def _library() -> ctypes.CDLL:
-    library = load("step")
-    types = {"d": ctypes.c_double, "i": ctypes.c_int, "n": ctypes.c_int64, "p": ctypes.c_void_p}
-    # common: dtype, threads, number of tensors, sizes, data, number of terms, p, c
-    for name, extra in (("adam", "pidddddii"), ("sgd", "pdddidi"), ("decay", "")):
-        function = getattr(library, f"pdecay_{name}")
-        function.argtypes = [types[letter] for letter in f"iinppnpp{extra}"]
-    return library
-
-
-def _nonzero_terms(terms: Terms, rate: float) -> tuple[array[float], array[float]]:
-    """Return p and c = rate * lam of the terms whose c is not 0."""
-    nonzero = [(p, rate * lam) for p, lam in terms if rate * lam != 0]
-    return array("d", [p for p, _ in nonzero]), array("d", [c for _, c in nonzero])
-
-
-def _address(numbers: array[int] | array[float]) -> int:
-    return numbers.buffer_info()[0]
-
-
-def _call(batch: Batch, function: Callable[..., int], *arguments: float) -> None:
+def _table_of_batch(batch: Batch) -> Table:
     if batch.dtype not in _DTYPES:
         raise ValueError(f"cannot update a weight of dtype {batch.dtype}; supported: {[*_DTYPES]}")
     sizes = array("q", batch.sizes)
     data = array("Q", [tensor.data_ptr() for stream in batch.streams for tensor in stream])
     if 0 in data and any(not d and batch.sizes[i % len(sizes)] for i, d in enumerate(data)):
         raise ValueError("a weight, its gradient or its state has no memory (freed, or on meta)")
-    status = function(
-        *(_DTYPES[batch.dtype], torch.get_num_threads(), len(sizes)),
-        *(_address(sizes), _address(data)),
-        *arguments,
-    )
+    return Table(_DTYPES[batch.dtype], sizes, data)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = load("step")
+    types = {"d": ctypes.c_double, "i": ctypes.c_int, "p": ctypes.c_void_p}
+    for name, arguments in (("adam", "ppidddddii"), ("sgd", "ppdddidi"), ("decay", "p")):
+        function = getattr(library, f"pdecay_{name}")
+        function.argtypes = [types[letter] for letter in arguments]
+    return library
+
+
+@functools.cache
+def _table_function() -> tuple[Callable[..., int], int]:
+    """Return the C function that reads tensors, and torch's function that describes one.
+
+    The former is called with Python's lock held, because the latter needs it.
+    """
+    function = ctypes.PyDLL(_library()._name).pdecay_table
+    integer, pointer = ctypes.c_int64, ctypes.c_void_p
+    function.argtypes = [pointer, integer, integer, pointer, pointer, pointer]
+    return function, _describer()
+
+
+def _describer() -> int:
+    """Return the address of ``dltensor_from_py_object_no_sync`` of torch's DLPack interface."""
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        raise KernelUnavailable("this version of torch has no DLPack exchange interface")
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    start = get_pointer(capsule, b"dlpack_exchange_api")
+    major = ctypes.c_uint32.from_address(start).value
+    # The version, the pointer to an older interface, and three functions precede it.
+    describer = ctypes.c_void_p.from_address(start + 5 * ctypes.sizeof(ctypes.c_void_p)).value
+    if major != 1 or not describer:
+        raise KernelUnavailable(f"expected DLPack's exchange interface 1, torch has {major}")
+    return describer
+
+
+def _address(numbers: array[Any]) -> int:
+    return numbers.buffer_info()[0]
+
+
+def _check(status: int) -> None:
     if status:
         raise KernelUnavailable(_FAILURES.get(status, f"status {status}"))
-    batch.finish()
 
 
 def _step_counts(steps: Tensors) -> Tensors:

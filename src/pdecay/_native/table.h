@@ -1,0 +1,56 @@
+/* Read the memory of many tensors at once, through DLPack's exchange interface: a function that describes the tensor
+ * of a Python object in a struct of a fixed layout. A call from Python for each property of each tensor would take
+ * longer than the step of a small model. */
+
+/* DLTensor of DLPack 1. */
+typedef struct {
+    void *data;
+    int32_t device, device_index, dimensions;
+    uint8_t kind, bits;
+    uint16_t lanes;
+    const int64_t *shape, *strides;
+    uint64_t offset;
+} described;
+
+typedef int (*describer)(void *object, described *result);
+
+static int dtype_of(const described *tensor)
+{
+    enum { DL_FLOAT = 2, DL_BFLOAT = 4 };
+    if (tensor->kind == DL_BFLOAT && tensor->bits == 16) return BFLOAT16;
+    if (tensor->kind != DL_FLOAT) return -1;
+    return tensor->bits == 32 ? FLOAT32 : tensor->bits == 64 ? FLOAT64 : tensor->bits == 16 ? FLOAT16 : -1;
+}
+
+/* The number of elements; -1 if they are not contiguous. */
+static int64_t contiguous_size(const described *tensor)
+{
+    int64_t size = 1;
+    int contiguous = 1;
+    for (int d = tensor->dimensions - 1; d >= 0; d--) {
+        if (tensor->strides && tensor->shape[d] != 1 && tensor->strides[d] != size) contiguous = 0;
+        size *= tensor->shape[d];
+    }
+    return contiguous || size == 0 ? size : -1;
+}
+
+/* Write the sizes of the first `tensors` objects and the addresses of all `tensors * streams`. Return the dtype; -1
+ * unless all have one dtype, are contiguous and on the CPU, and have the size of the first object with their index. */
+int pdecay_table(describer describe, int64_t tensors, int64_t streams, void *const *objects, int64_t *sizes,
+                 void **data)
+{
+    enum { DL_CPU = 1 };
+    int dtype = -1;
+    for (int64_t i = 0; i < tensors * streams; i++) {
+        described tensor;
+        if (describe(objects[i], &tensor)) return -1;
+        int64_t size = contiguous_size(&tensor);
+        if (i == 0) dtype = dtype_of(&tensor);
+        if (i < tensors) sizes[i] = size;
+        if (tensor.device != DL_CPU || tensor.lanes != 1 || dtype_of(&tensor) != dtype || size < 0
+            || size != sizes[i % tensors] || (size > 0 && !tensor.data))
+            return -1;
+        data[i] = (char *)tensor.data + tensor.offset;
+    }
+    return dtype;
+}
