@@ -367,6 +367,13 @@ def test_compiler_variable_with_an_open_quote(tmp_path):
     assert output.count("cannot be split into words: No closing quotation") == 2
 
 
+def test_extra_compiler_flags(tmp_path):
+    output = run(TRY, tmp_path, PDECAY_CFLAGS="-DREAL='a b'")
+    assert output.count("unavailable: cannot compile step.c:") == 2
+    output = run(TRY, tmp_path, PDECAY_CFLAGS="-O1")
+    assert "unavailable" not in output
+
+
 def test_compiler_messages_that_are_not_utf8(tmp_path):
     compiler = tmp_path / "cc"
     compiler.write_bytes(b"#!/bin/sh\nprintf 'error: caf\\351\\n' >&2\nexit 1\n")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdecay._sparsity import ranking
+from pdecay._sparsity import passes, ranking
 from pdecay._sparsity.ranking import (
     count_weights,
     count_zeros,
@@ -136,10 +136,37 @@ class TestZeroSmallest:
 
     def test_ties_over_tensors_and_pieces(self, monkeypatch):
         monkeypatch.setattr(ranking, "_PIECE", {"cpu": 4})
+        monkeypatch.setattr(passes, "supports", lambda *tensors: False)
         tensors = [torch.full((3, 5), 0.5), torch.full((7,), -0.5), torch.full((2,), 0.1)]
         zero_smallest_(tensors, 2 + 15 + 3)
         assert [count_zeros([tensor]) for tensor in tensors] == [15, 3, 2]
         assert (tensors[1][:3] == 0).all()
+
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_c_and_torch_agree(self, monkeypatch, threads):
+        generator = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(300, 500, generator=generator), torch.zeros(1000)]
+        tensors += [torch.randint(0, 5, (90_000,), generator=generator).float()]
+        squares = [torch.rand(tensor.shape, generator=generator) for tensor in tensors]
+        if not passes.supports(tensors[0]):
+            pytest.skip("no C compiler")
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            scores = [torch.empty_like(tensor) for tensor in tensors]
+            for w, v, score in zip(tensors, squares, scores, strict=True):
+                passes.scores_(score, w, v, 1e-36)
+                torch.testing.assert_close(score, w.abs() * v**0.25)
+            for k in (1, 900, 20_000, 200_000):
+                in_c = [tensor.clone() for tensor in tensors]
+                largest = zero_smallest_(in_c, k, scores=scores)
+                with monkeypatch.context() as patch:
+                    patch.setattr(passes, "supports", lambda *tensors: False)
+                    by_torch = [tensor.clone() for tensor in tensors]
+                    assert zero_smallest_(by_torch, k, scores=scores) == largest
+                assert all(torch.equal(*pair) for pair in zip(in_c, by_torch, strict=True))
+        finally:
+            torch.set_num_threads(before)
 
     def test_strided_views_and_parameters(self):
         base = torch.arange(1.0, 13.0).reshape(3, 4)

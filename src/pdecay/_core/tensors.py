@@ -42,6 +42,15 @@ class TorchNamespace:
     def astype(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
 
+    @staticmethod
+    def flush(x: Tensor) -> Tensor:
+        """Set subnormal numbers to 0 in place, if possible in one pass and without a mask."""
+        info = torch.finfo(x.dtype)
+        if type(x) is not Tensor or is_tracing():
+            x *= x >= info.smallest_normal
+            return x
+        return torch.threshold_(x, info.smallest_normal * (1 - info.eps), 0.0)
+
 
 class TensorList:
     """Tensors of one device and dtype that behave as one array.
@@ -76,9 +85,6 @@ class TensorList:
         torch._foreach_mul_(self.tensors, _operand(other))
         return self
 
-    def __ge__(self, other: float) -> TensorList:
-        return TensorList([tensor >= other for tensor in self.tensors])
-
 
 def _operand(other: Any) -> Any:
     return other.tensors if isinstance(other, TensorList) else other
@@ -94,6 +100,12 @@ class _ListNamespace(TorchNamespace):
     @staticmethod
     def astype(x: TensorList, dtype: torch.dtype) -> TensorList:  # type: ignore[override]
         return TensorList([tensor.to(dtype) for tensor in x.tensors])
+
+    @staticmethod
+    def flush(x: TensorList) -> TensorList:  # type: ignore[override]
+        for tensor in x.tensors:
+            TorchNamespace.flush(tensor)
+        return x
 
     @staticmethod
     def ones_like(x: TensorList) -> TensorList:  # type: ignore[override]

@@ -96,7 +96,7 @@ typedef struct {
     const call *call;
     int streams;
     unsigned written;                   /* bit s is set if stream s is written */
-    const double *scalars;              /* two numbers for each tensor, passed to the update */
+    const double *scalars;              /* two numbers for each tensor, passed to the update; or NULL */
     const void *settings;
     void (*update_f32)(const void *, const decay_f32 *, const double *, block_f32);
     void (*update_f64)(const void *, const decay_f64 *, const double *, block_f64);
@@ -144,28 +144,31 @@ static void narrow(int dtype, const float *from, void *to, int64_t n)
 
 static void run_f32(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
+    const double *scalars = job->scalars ? job->scalars + 2 * tensor : NULL;
     float factor[BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
         block_f32 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
         for (int s = 0; s < job->streams; s++)
             block.stream[s] = (float *)job->call->data[s * job->call->tensors + tensor] + at;
-        job->update_f32(job->settings, &job->decay_f32[job->plan_of[tensor]], job->scalars + 2 * tensor, block);
+        job->update_f32(job->settings, &job->decay_f32[job->plan_of[tensor]], scalars, block);
     }
 }
 
 static void run_f64(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
+    const double *scalars = job->scalars ? job->scalars + 2 * tensor : NULL;
     double factor[BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
         block_f64 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
         for (int s = 0; s < job->streams; s++)
             block.stream[s] = (double *)job->call->data[s * job->call->tensors + tensor] + at;
-        job->update_f64(job->settings, &job->decay_f64[job->plan_of[tensor]], job->scalars + 2 * tensor, block);
+        job->update_f64(job->settings, &job->decay_f64[job->plan_of[tensor]], scalars, block);
     }
 }
 
 static void run_half(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
+    const double *scalars = job->scalars ? job->scalars + 2 * tensor : NULL;
     float factor[BLOCK], wide[STREAMS][BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
         block_f32 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
@@ -173,7 +176,7 @@ static void run_half(const job *job, int64_t tensor, int64_t begin, int64_t end)
             block.stream[s] = wide[s];
             widen(job->call->dtype, (uint16_t *)job->call->data[s * job->call->tensors + tensor] + at, wide[s], block.n);
         }
-        job->update_f32(job->settings, &job->decay_f32[job->plan_of[tensor]], job->scalars + 2 * tensor, block);
+        job->update_f32(job->settings, &job->decay_f32[job->plan_of[tensor]], scalars, block);
         for (int s = 0; s < job->streams; s++)
             if (job->written >> s & 1)
                 narrow(job->call->dtype, wide[s], (uint16_t *)job->call->data[s * job->call->tensors + tensor] + at, block.n);
@@ -315,14 +318,19 @@ int pdecay_sgd(const call *call, const unsigned char *first, double lr, double m
 /* The streams are the weights after their update and the weights before it. */
 int pdecay_decay(const call *call)
 {
-    double *scalars = calloc(2 * (size_t)call->tensors + 1, sizeof *scalars);
-    if (!scalars) return NO_MEMORY;
-    int status = run((job){
-        .call = call, .streams = 2, .written = 1u << WEIGHT, .scalars = scalars, .may_flush = 1,
+    return run((job){
+        .call = call, .streams = 2, .written = 1u << WEIGHT, .may_flush = 1,
         .update_f32 = decay_only_f32, .update_f64 = decay_only_f64,
     });
-    free(scalars);
-    return status;
+}
+
+/* The streams are the copies and the weights to copy. */
+int pdecay_copy(const call *call)
+{
+    return run((job){
+        .call = call, .streams = 2, .written = 1u << WEIGHT,
+        .update_f32 = copy_only_f32, .update_f64 = copy_only_f64,
+    });
 }
 
 /* |x|^q, for the tests of its accuracy. */

@@ -121,3 +121,9 @@ static void NAME(decay_only)(const void *settings, const NAME(decay) *decay, con
     REAL *restrict w = block.stream[WEIGHT];
     for (int64_t i = 0; i < block.n; i++) w[i] = NAME(flush)(w[i] * block.factor[i], SMALLEST);
 }
+
+static void NAME(copy_only)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
+{
+    (void)settings, (void)decay, (void)tensor;
+    memcpy(block.stream[WEIGHT], block.stream[OLD_WEIGHT], (size_t)block.n * sizeof(REAL));
+}

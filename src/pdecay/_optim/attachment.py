@@ -3,7 +3,8 @@
     pdecay.attach(optimizer, Lp(0.8, 1e-3))
 
 Before the optimizer's update, the weights that decay are copied. After it, they are multiplied by
-the factor computed from the copies. Nothing else in the optimizer changes.
+the factor computed from the copies. Nothing else in the optimizer changes. The memory of the copies
+is kept between steps: allocating it anew takes longer than copying.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pdecay._core.group_settings import (
 from pdecay._core.parameters import warn_of_frozen
 from pdecay._core.penalty import Decay, as_penalty
 from pdecay._core.validation import check_number
-from pdecay._optim.engine import decay_rate, make_batches
+from pdecay._optim.engine import Copies, decay_rate, make_batches
 from pdecay._optim.hooks import StepHooks, check_takes_hooks, find_hooks, local_optimizer, unwrap
 from pdecay.prox import penalty_prox
 
@@ -124,6 +125,7 @@ class Attachment(StepHooks):
         self._lr = lr
         self._own_settings: dict[int, Group] = {}  # settings of each group before attach
         self._old: list[list[tuple[Tensor, Tensor]]] = []  # for each group: (weight, its copy)
+        self._copies = Copies()
         self._write_settings()
         self.register()
         warn_of_frozen(optimizer)
@@ -166,15 +168,16 @@ class Attachment(StepHooks):
         groups = self.optimizer.param_groups
         for group in groups:
             self.rate(group)  # raise for a bad learning rate before any weight changes
-        self._old = [
-            [
-                # Neither the proximal step nor a slow auxiliary variable needs the old weights.
-                (param, param.detach().clone() if self._needs_old(group) else param)
+        self._old = []
+        for group in groups:
+            params = [
+                param
                 for i, param in enumerate(group["params"])
                 if scale_of(param, i, group) and (has_closure or param.grad is not None)
             ]
-            for group in groups
-        ]
+            # Neither the proximal step nor a slow auxiliary variable needs the old weights.
+            old = self._copies.of(params) if self._needs_old(group) else params
+            self._old.append([*zip(params, old, strict=True)])
 
     def after_step(self) -> None:
         old, self._old = self._old, []

@@ -29,6 +29,7 @@ from pdecay._core.penalty import Penalty
 from pdecay._core.tensors import TensorList, is_tracing
 from pdecay._core.validation import check_number
 from pdecay._optim.kernels import native
+from pdecay._optim.kernels.layout import PLAIN
 from pdecay._optim.kernels.selection import kernels_for, table_for
 
 Rate = float | Tensor
@@ -152,6 +153,37 @@ def make_batches(
             foreach=foreach,
             options={},
         )
+
+
+class Copies:
+    """Copies of tensors, in memory that is kept for the next time."""
+
+    def __init__(self) -> None:
+        self._memory: dict[Tensor, Tensor] = {}
+
+    def of(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return a copy of each tensor, valid until the next call with the same tensor."""
+        if not all(type(x) in PLAIN and x.layout is torch.strided for x in tensors):
+            return [tensor.detach().clone() for tensor in tensors]
+        copies = [self._memory_for(tensor) for tensor in tensors]
+        if tensors and not native.copy_(copies, tensors):
+            torch._foreach_copy_(copies, tensors)
+        return copies
+
+    def _memory_for(self, tensor: Tensor) -> Tensor:
+        memory = self._memory.get(tensor)
+        if memory is None or not _are_alike(memory, tensor):
+            memory = self._memory[tensor] = torch.empty_like(tensor, requires_grad=False)
+        return memory
+
+
+def _are_alike(x: Tensor, y: Tensor) -> bool:
+    return (
+        x.dtype == y.dtype
+        and x.device == y.device
+        and x.shape == y.shape
+        and x.stride() == y.stride()
+    )
 
 
 def use_foreach(params: list[Tensor], foreach: bool | None) -> bool:

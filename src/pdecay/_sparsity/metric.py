@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pdecay._optim.hooks import local_optimizer
+from pdecay._sparsity import passes
+from pdecay._sparsity.shards import local_part
 
 Rank = Literal["adaptive", "magnitude"]
 
@@ -45,6 +47,10 @@ def adaptive_scores(param: Tensor, optimizer: Optimizer) -> Tensor:
     """Return ``|w| * v^(1/4)``, exactly 0 for zero weights."""
     local = local_optimizer(optimizer)
     squares = _squares(param, local)
+    if squares is not None and local is optimizer and passes.supports(*map(local_part, (param, squares))):
+        scores = torch.empty_like(param, requires_grad=False)
+        passes.scores_(local_part(scores), local_part(param), local_part(squares), _SMALLEST_SQUARE)
+        return scores
     magnitude: Tensor = param.abs()
     if magnitude.dtype != torch.float64:
         magnitude = magnitude.float()
@@ -55,7 +61,8 @@ def adaptive_scores(param: Tensor, optimizer: Optimizer) -> Tensor:
         return magnitude.mul(_SMALLEST_SQUARE**0.25)
     if squares.is_complex():  # Adam treats a complex weight as two real ones
         squares = squares.real + squares.imag
-    scores: Tensor = magnitude * squares.to(magnitude.dtype).clamp_min(_SMALLEST_SQUARE).pow_(0.25)
+    roots = squares.to(magnitude.dtype).clamp_min(_SMALLEST_SQUARE).sqrt_().sqrt_()
+    scores: Tensor = magnitude * roots
     # Without this, an infinite v would give a zero weight the score NaN, which ranks last.
     return scores.masked_fill_(param == 0, 0.0)
 

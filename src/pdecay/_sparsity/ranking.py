@@ -4,9 +4,10 @@ The bit pattern of a non-negative floating-point number, read as an integer, gro
 The k-th smallest value is therefore found digit by digit, as in a radix sort: count how many
 patterns have each value of the leading digit, find the digit that contains the k-th one, and
 continue with the next digit among those. This takes three passes for single precision and six for
-double, each over small pieces of the tensors, and never copies them all. The counts are summed
-over processes, so sharded weights (DTensors) are ranked exactly as on one process, however they are
-sharded. With sharded weights all functions are collective operations: call them on every rank.
+double, and never copies the tensors. Single precision on the CPU is counted in C, everything else
+in small pieces by torch. The counts are summed over processes, so sharded weights (DTensors) are
+ranked exactly as on one process, however they are sharded. With sharded weights all functions are
+collective operations: call them on every rank.
 
 Weights are ranked by magnitude. :func:`zero_smallest_` can rank by other non-negative scores, and
 :func:`kth_magnitude` works on scores as it does on weights. NaN ranks above infinity. Half
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from pdecay._sparsity import passes
 from pdecay._sparsity.shards import (
     Groups,
     gather,
@@ -86,21 +88,14 @@ def zero_smallest_(
     pattern, tied, ties = ranking.kth(k)
     all_tied = tied == ties  # then ranks need not share them out
     for i, tensor in enumerate(map(local_part, tensors)):
-        share = left = tensor.numel() if all_tied else ranking.share_of_ties(i, pattern, tied)
-        flat = tensor.reshape(-1)
-        for piece, score in zip(_split(flat), _split(ranking.tensors[i].reshape(-1)), strict=True):
-            bits = ranking.bits(score)
-            small = bits < pattern
-            if left:
-                first = (bits == pattern).nonzero().flatten()[:left]
-                small[first] = True
-                left -= len(first)
-            piece.masked_fill_(small, 0.0)
-        if not tensor.is_contiguous():  # then `flat` may be a copy
-            tensor.copy_(flat.view(tensor.shape))
-        if tied and not all_tied:
-            found = torch.tensor([share - left], device=tensor.device)
-            tied -= int(sum_over_ranks_(found, ranking.groups[i]))
+        if all_tied:
+            ranking.zero_(i, tensor, pattern + 1, 0)
+            continue
+        share = ranking.share_of_ties(i, pattern, tied)
+        found = ranking.zero_(i, tensor, pattern, share)
+        if tied:
+            count = torch.tensor([found], device=tensor.device)
+            tied -= int(sum_over_ranks_(count, ranking.groups[i]))
     return ranking.number(pattern)
 
 
@@ -164,12 +159,32 @@ class _Ranking:
             first = first.index_select(dim, global_index(whole, dim).to(first.device))
         return int(first.sum())
 
+    def zero_(self, i: int, tensor: Tensor, pattern: int, share: int) -> int:
+        """Zero the weights of tensor i below a pattern and the first `share` at it; count these."""
+        ranked, left = self.tensors[i], share
+        if self.dtype == torch.float32 and passes.supports(tensor, ranked):
+            return passes.zero_(tensor, ranked, pattern, share)
+        flat = tensor.reshape(-1)
+        for piece, score in zip(_split(flat), _split(ranked.reshape(-1)), strict=True):
+            bits = self.bits(score)
+            small = bits < pattern
+            if left:
+                first = (bits == pattern).nonzero().flatten()[:left]
+                small[first] = True
+                left -= len(first)
+            piece.masked_fill_(small, 0.0)
+        if not tensor.is_contiguous():  # then `flat` may be a copy
+            tensor.copy_(flat.view(tensor.shape))
+        return share - left
+
     def histogram(self, prefix: int, known: int, shift: int) -> Tensor:
         """Count each value of the next digit among the patterns that begin with `prefix`."""
         values = 1 << (known - shift)
         leading = known == torch.iinfo(_INTEGER[self.dtype]).bits - 1
 
         def count(tensor: Tensor) -> Tensor:
+            if self.dtype == torch.float32 and passes.supports(tensor):
+                return passes.histogram(tensor, prefix, known, shift)
             counts = torch.zeros(values, dtype=torch.int64, device=tensor.device)
             for piece in _split(tensor.reshape(-1)):
                 bits = self.bits(piece)

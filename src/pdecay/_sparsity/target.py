@@ -383,12 +383,13 @@ class SparsityTarget:
         """Set as many weights to zero as the ramp asks for."""
         owners = {param: one for one in self.optimizers for param in _steered_params(one)}
 
-        def scores(param: Tensor) -> Tensor:
+        def score(param: Tensor) -> Tensor:
             return param if self.rank == "magnitude" else adaptive_scores(param, owners[param])
 
         for pool in self._pools():
-            for params, count in pool.split(progress, self.floor, scores):
-                zero_smallest_(params, count, scores=[scores(param) for param in params])
+            scores = {param: score(param) for param in pool.params}
+            for params, count in pool.split(progress, self.floor, scores.__getitem__):
+                zero_smallest_(params, count, scores=[scores[param] for param in params])
 
     def _set_scales(self, progress: float) -> None:
         """Set the scale at which a weight at its pool's tau shrinks at the given speed."""

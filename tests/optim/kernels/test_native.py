@@ -331,6 +331,97 @@ def test_result_does_not_depend_on_thread_count():
     assert torch.equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("name", ["0.8", "1", "elastic", "four"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_scales_multiply_lam(literal_factor, dtype, name):
+    scales = [0.0, 1.0, 0.25, 1.0, 0.0, 3.0]
+    olds = [torch.linspace(-1, 1, 5001, dtype=dtype) for _ in scales]
+    news = [torch.full((5001,), 0.5, dtype=dtype) for _ in scales]
+    native.decay_(news, olds, terms=TERMS[name], rate=1e-3, scales=scales)
+    for old, new, scale in zip(olds, news, scales, strict=True):
+        terms = [(p, lam * scale) for p, lam in TERMS[name]]
+        expected = 0.5 * literal_factor(old, terms, 1e-3)
+        torch.testing.assert_close(new.double(), expected, rtol=TOLERANCE[dtype], atol=0)
+
+
+def test_scale_0_is_the_update_of_the_optimizer():
+    generator = torch.Generator().manual_seed(0)
+    results = []
+    for terms, scales in (([(0.8, 0.1)], [0.0]), ([], None)):
+        generator.manual_seed(0)
+        w, g, m, v = (torch.rand(3000, generator=generator) * 1e-39 for _ in range(4))
+        native.adam_(
+            [w], [g], [m], [v], [], [torch.tensor(0.0)], terms=terms, lr=1e-3, **ADAM, scales=scales
+        )
+        results.append((w, m, v))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert (results[0][1] != 0).any()  # subnormal numbers are not flushed
+
+
+def plain_streams():
+    return [[torch.ones(3, 4), torch.ones(7)], [torch.ones(3, 4), torch.ones(7)]]
+
+
+def test_table_has_sizes_and_addresses():
+    streams = plain_streams()
+    table = native.table_of(streams)
+    assert table.sizes.tolist() == [12, 7]
+    assert table.data.tolist() == [x.data_ptr() for stream in streams for x in stream]
+    view = torch.ones(10)[3:8]
+    assert native.table_of([[view]]).data.tolist() == [view.data_ptr()]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.ones(12),
+        torch.ones(12, 3)[:, 0],
+        torch.ones(4, 3).t(),
+        torch.ones(11),
+        torch.ones(12, dtype=torch.float64),
+        torch.ones(12, dtype=torch.complex64),
+        torch.ones(12, dtype=torch.int32),
+        torch.ones(12, device="meta"),
+        torch.ones(12).to_sparse(),
+        torch._neg_view(torch.ones(12)),
+        torch._efficientzerotensor(12),
+        torch.ones(12).as_subclass(type("Sub", (torch.Tensor,), {})),
+        None,
+    ],
+    ids=lambda x: "None" if x is None else f"{type(x).__name__}-{x.dtype}-{x.layout}-{x.device}",
+)
+def test_table_accepts_contiguous_tensors_of_one_dtype_only(other):
+    streams = plain_streams()
+    streams[1][0] = other
+    accepted = native.table_of(streams) is not None
+    assert accepted == (type(other) is torch.Tensor and other.shape == (12,) and is_ordinary(other))
+
+
+def is_ordinary(tensor):
+    return (
+        tensor.dtype == torch.float32
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+    )
+
+
+def test_table_of_lists_of_different_lengths_is_none():
+    assert native.table_of([[torch.ones(3)], []]) is None
+    assert native.table_of([[], []]) is None
+
+
+def test_copy_copies_all_dtypes():
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        tensors = [torch.randn(size).to(dtype) for size in (1, 5000, 100_000)]
+        copies = [torch.empty_like(tensor) for tensor in tensors]
+        assert native.copy_(copies, tensors)
+        assert all(torch.equal(*pair) for pair in zip(copies, tensors, strict=True))
+    assert not native.copy_([torch.ones(3, dtype=torch.int32)], [torch.ones(3)])
+
+
 def test_different_sizes_raise():
     with pytest.raises(ValueError, match="must have equal sizes"):
         native.decay_([torch.ones(4)], [torch.ones(5)], terms=[(1, 1.0)], rate=1.0)

@@ -44,6 +44,7 @@ __all__ = [
     "Table",
     "adam_",
     "available",
+    "copy_",
     "decay_",
     "sgd_",
     "table_of",
@@ -239,6 +240,16 @@ def decay_(
             _check(library.pdecay_decay(call))
 
 
+def copy_(copies: Tensors, tensors: Tensors) -> bool:
+    """Copy tensors into others, on all threads; return False if the kernel cannot."""
+    table = table_of([copies, tensors])
+    if table is None:
+        return False
+    for call, _ in _calls([copies, tensors], (), 0.0, None, table):
+        _check(_library().pdecay_copy(call))
+    return True
+
+
 class _Call(ctypes.Structure):
     """The struct `call` of step.c."""
 
@@ -297,7 +308,8 @@ def _table_of_batch(batch: Batch) -> Table:
 def _library() -> ctypes.CDLL:
     library = load("step")
     types = {"d": ctypes.c_double, "i": ctypes.c_int, "p": ctypes.c_void_p}
-    for name, arguments in (("adam", "ppidddddii"), ("sgd", "ppdddidi"), ("decay", "p")):
+    types_of = {"adam": "ppidddddii", "sgd": "ppdddidi", "decay": "p", "copy": "p"}
+    for name, arguments in types_of.items():
         function = getattr(library, f"pdecay_{name}")
         function.argtypes = [types[letter] for letter in arguments]
     return library

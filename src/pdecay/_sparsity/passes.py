@@ -1,0 +1,77 @@
+"""The passes of the ranking over single-precision tensors on the CPU, in C (``ranking.c``).
+
+Each function needs tensors for which :func:`supports` is true. The C functions run on all threads
+and allocate nothing but histograms.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from pdecay._core.tensors import is_tracing
+from pdecay._native.build import KernelUnavailable, load
+
+
+def supports(*tensors: Tensor) -> bool:
+    """Check that these are contiguous float32 tensors on the CPU, and that C is available."""
+    return (
+        all(
+            type(x) in (Tensor, torch.nn.Parameter)
+            and x.is_cpu
+            and x.dtype == torch.float32
+            and x.layout is torch.strided
+            and x.is_contiguous()
+            and not x.is_neg()
+            and not x._is_zerotensor()
+            for x in tensors
+        )
+        and len({x.numel() for x in tensors}) == 1
+        and not is_tracing()
+        and _library() is not None
+    )
+
+
+def scores_(result: Tensor, weight: Tensor, squares: Tensor, smallest: float) -> None:
+    """Write ``|w| * v^(1/4)``, with v of at least `smallest`; 0 for zero weights."""
+    pointers = (weight.data_ptr(), squares.data_ptr(), result.data_ptr())
+    _call("pdecay_scores", *pointers, weight.numel(), smallest, torch.get_num_threads())
+
+
+def histogram(ranked: Tensor, prefix: int, known: int, shift: int) -> Tensor:
+    """Count each digit ``pattern >> shift`` of the patterns with ``pattern >> known == prefix``."""
+    counts = torch.zeros(1 << (known - shift), dtype=torch.int64)
+    where = (ranked.data_ptr(), ranked.numel(), prefix, known, shift, counts.data_ptr())
+    if _call("pdecay_histogram", *where, torch.get_num_threads()):
+        raise MemoryError("no memory for a histogram of the weights")
+    return counts
+
+
+def zero_(weight: Tensor, ranked: Tensor, pattern: int, tied: int) -> int:
+    """Zero weights ranked below a pattern, and the first `tied` equal to it; count the latter."""
+    where = (weight.data_ptr(), ranked.data_ptr(), weight.numel())
+    equal = _call("pdecay_zero", *where, pattern, tied, torch.get_num_threads())
+    increment_version([weight])
+    return equal
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = load("ranking")
+    except KernelUnavailable:
+        return None  # torch's own operations give the same result
+    kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32}
+    kinds["f"] = ctypes.c_float
+    for name, letters in (("scores", "pppnfi"), ("histogram", "pnuiipi"), ("zero", "ppnuni")):
+        getattr(library, f"pdecay_{name}").argtypes = [kinds[letter] for letter in letters]
+    library.pdecay_zero.restype = ctypes.c_int64
+    return library
+
+
+def _call(name: str, *arguments: float) -> int:
+    return int(getattr(_library(), name)(*arguments) or 0)
