@@ -173,7 +173,7 @@ def test_copies_only_decayed_weights(exact):
         ],
         lr=LR,
     )
-    attach(optimizer, DECAY, **exact)
+    handle = attach(optimizer, DECAY, **exact)
     counts: dict[str, int] = {}
 
     def count():
@@ -185,9 +185,32 @@ def test_copies_only_decayed_weights(exact):
     gradients_and_weights = 2
     assert counts.pop("decayed") == gradients_and_weights + 1
     assert set(counts.values()) == {gradients_and_weights}
+    optimizer.step(count)
+    assert counts["decayed"] == gradients_and_weights + 1  # the memory is used again
+    handle.detach()
     gc.collect()
     count()
-    assert counts["decayed"] == gradients_and_weights, "the copies outlive the step"
+    assert counts["decayed"] == gradients_and_weights
+
+
+def test_copies_follow_replaced_data(exact, same):
+    params = [weight(5, 3), weight(5, 3)]
+    optimizers = [SGD([param], lr=LR) for param in params]
+    attach(optimizers[0], DECAY, **exact)
+    for dtype, shape in ((torch.float32, (5, 3)), (torch.float64, (4, 6)), (torch.float64, (6, 4))):
+        for param in params:
+            param.grad = None
+            param.data = torch.linspace(-1, 1, 15 if shape == (5, 3) else 24, dtype=dtype).view(
+                shape
+            )
+            if shape == (6, 4):
+                param.data = param.data.t()
+            param.grad = torch.ones_like(param)
+        handle = attach(optimizers[1], DECAY, **exact)  # with new copies
+        for optimizer in optimizers:
+            optimizer.step()
+        handle.detach()
+        assert same(params[0].detach(), params[1].detach())
 
 
 class TestGradScaler:

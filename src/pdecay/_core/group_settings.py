@@ -139,7 +139,10 @@ def scale_of(param: Tensor, index: int, group: Group) -> float:
 
 def scales_of(params: Sequence[Tensor], group: Group) -> list[float]:
     """Return `scale_of` for a subset of the group's parameters, such as those with a gradient."""
-    if not isinstance(group["decay_scale"], list):  # the index does not matter
+    scale = group["decay_scale"]
+    if not isinstance(scale, list):  # the index does not matter
+        if group["decay"] and group["decay_1d"]:
+            return [float(scale)] * len(params)
         return [scale_of(param, 0, group) for param in params]
     places = {param: i for i, param in enumerate(group["params"])}
     return [scale_of(param, places[param], group) for param in params]

@@ -15,6 +15,10 @@
 #include <math.h>
 #include <stdlib.h>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "fastpow.h"
 
 enum { STREAMS = 5, BLOCK = 1024 };                /* 1024 weights: 4 kB a stream in float */
@@ -45,6 +49,20 @@ static void leave_flush(unsigned before) { __builtin_ia32_ldmxcsr(before); }
 static unsigned enter_flush(int flushes) { return (unsigned)flushes; }
 static void leave_flush(unsigned before) { (void)before; }
 #endif
+
+/* Copy past the cache: an ordinary store first reads the memory that it overwrites. */
+static void stream(void *to, const void *from, size_t bytes)
+{
+    size_t done = 0;
+#if defined(__SSE2__)
+    if ((uintptr_t)to % 16 == 0) {
+        for (; done + 16 <= bytes; done += 16)
+            _mm_stream_si128((__m128i *)((char *)to + done), _mm_loadu_si128((const __m128i *)((const char *)from + done)));
+        _mm_sfence();
+    }
+#endif
+    memcpy((char *)to + done, (const char *)from + done, bytes - done);
+}
 
 #define REAL float
 #define NAME(x) x##_f32
@@ -195,7 +213,8 @@ static int64_t chunk_size(const call *call)
 
 static void run_chunk(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
-    const int decays = job->call->terms && job->call->scales[tensor] != 0;
+    const int64_t plan = job->plan_of[tensor];
+    const int decays = job->call->dtype == FLOAT64 ? job->decay_f64[plan].tiny > 0 : job->decay_f32[plan].tiny > 0;
     unsigned before = enter_flush(decays && job->may_flush);
     if (job->call->dtype == FLOAT32) run_f32(job, tensor, begin, end);
     else if (job->call->dtype == FLOAT64) run_f64(job, tensor, begin, end);
@@ -327,8 +346,11 @@ int pdecay_decay(const call *call)
 /* The streams are the copies and the weights to copy. */
 int pdecay_copy(const call *call)
 {
+    int64_t total = 0;
+    for (int64_t i = 0; i < call->tensors; i++) total += call->sizes[i];
+    const int larger_than_cache = total > 1 << 21;
     return run((job){
-        .call = call, .streams = 2, .written = 1u << WEIGHT,
+        .call = call, .streams = 2, .written = 1u << WEIGHT, .settings = &larger_than_cache,
         .update_f32 = copy_only_f32, .update_f64 = copy_only_f64,
     });
 }

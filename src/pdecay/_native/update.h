@@ -124,6 +124,8 @@ static void NAME(decay_only)(const void *settings, const NAME(decay) *decay, con
 
 static void NAME(copy_only)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
-    (void)settings, (void)decay, (void)tensor;
-    memcpy(block.stream[WEIGHT], block.stream[OLD_WEIGHT], (size_t)block.n * sizeof(REAL));
+    (void)decay, (void)tensor;
+    const int larger_than_cache = *(const int *)settings;
+    if (larger_than_cache) stream(block.stream[WEIGHT], block.stream[OLD_WEIGHT], (size_t)block.n * sizeof(REAL));
+    else memcpy(block.stream[WEIGHT], block.stream[OLD_WEIGHT], (size_t)block.n * sizeof(REAL));
 }

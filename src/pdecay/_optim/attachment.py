@@ -124,6 +124,7 @@ class Attachment(StepHooks):
         self._defaults = defaults
         self._lr = lr
         self._own_settings: dict[int, Group] = {}  # settings of each group before attach
+        self._written: dict[int, str] = {}  # settings of each group as they were last checked
         self._old: list[list[tuple[Tensor, Tensor]]] = []  # for each group: (weight, its copy)
         self._copies = Copies()
         self._write_settings()
@@ -138,6 +139,7 @@ class Attachment(StepHooks):
         """Remove the decay and restore the groups' settings. A second call does nothing."""
         if self._handles:
             super().detach()
+            self._copies = Copies()  # frees their memory
             for index, group in enumerate(self.optimizer.param_groups):
                 for key in DECAY_KEYS if index in self._own_settings else ():
                     group.pop(key, None)
@@ -201,6 +203,15 @@ class Attachment(StepHooks):
     def _write_settings(self) -> None:
         """Write the settings of all groups, including groups added since the last call."""
         for index, group in enumerate(self.optimizer.param_groups):
+            if self._written.get(index) == _settings_of(group):
+                continue  # checked already
             own = {key: group[key] for key in DECAY_KEYS if key in group}
             self._own_settings.setdefault(index, own)
             write_settings(group, self._defaults)
+            self._written[index] = _settings_of(group)
+
+
+def _settings_of(group: Group) -> str:
+    """Return a text that differs whenever a setting was changed, also in place."""
+    keys = (*DECAY_KEYS, "differentiable")
+    return repr([len(group["params"]), *(group.get(key, "missing") for key in keys)])

@@ -166,7 +166,7 @@ class Copies:
         if not all(type(x) in PLAIN and x.layout is torch.strided for x in tensors):
             return [tensor.detach().clone() for tensor in tensors]
         copies = [self._memory_for(tensor) for tensor in tensors]
-        if tensors and not native.copy_(copies, tensors):
+        if tensors and (is_tracing() or not native.copy_(copies, tensors)):
             torch._foreach_copy_(copies, tensors)
         return copies
 
@@ -178,12 +178,9 @@ class Copies:
 
 
 def _are_alike(x: Tensor, y: Tensor) -> bool:
-    return (
-        x.dtype == y.dtype
-        and x.device == y.device
-        and x.shape == y.shape
-        and x.stride() == y.stride()
-    )
+    if x.dtype is not y.dtype or x.shape != y.shape or x.device != y.device:
+        return False
+    return (x.is_contiguous() and y.is_contiguous()) or x.stride() == y.stride()
 
 
 def use_foreach(params: list[Tensor], foreach: bool | None) -> bool:

@@ -10,7 +10,7 @@ from pdecay.cli.common import add, check_writable
 SUMMARY = "time optimizer steps and sparse models, relative to torch"
 EXAMPLE = "pdecay bench step --out pdecay-bench"
 
-_PARTS = ("step", "growth", "train", "start")
+_PARTS = ("step", "avx2", "growth", "target", "train", "start")
 _DEPLOY = "deploy"  # trains networks the first time, so it is not a default
 
 

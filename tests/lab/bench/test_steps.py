@@ -1,5 +1,7 @@
 """The step benchmark on small tensors. No times are asserted."""
 
+import contextlib
+import io
 import json
 
 import pytest
@@ -49,6 +51,26 @@ def test_growth_has_given_sizes():
     assert all(abs(cost.weights / size - 1) < 0.1 for size, cost in grown)
 
 
+def test_avx2_is_measured_in_a_process_without_avx512(small, monkeypatch):
+    code = "import torch; print(torch.backends.cpu.get_cpu_capability())"
+    assert bench._output_of(code, bench.AVX2).strip() in ("AVX2", "DEFAULT")
+    monkeypatch.setattr(bench, "_output_of", lambda code, variables: run_and_capture(code))
+    costs = bench.steps_with_avx2("nanoGPT", rounds=2)
+    assert [cost.method for cost in costs[:3]] == [*bench.fused_methods()]
+    assert [cost.norm for cost in costs[2:]] == list(bench.NORMS)
+
+
+def run_and_capture(code):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(code, {})
+    return output.getvalue()
+
+
+def test_share_of_the_target_is_measured():
+    assert 0 < bench.target_share("char-GPT", (1, 8), 6) < 100
+
+
 def test_first_use_has_cold_and_cached_times():
     assert set(bench.first_use()) == {"cold", "from the cache"}
 
@@ -71,7 +93,7 @@ def test_report_is_complete_without_training_data(tmp_path, monkeypatch):
     assert "PAdam fused" in shown
     assert "0.75" in shown
     written = json.loads((tmp_path / "bench.json").read_text())
-    assert len(written["steps"]) == 3 * sum(
+    assert len(written["steps"]) == len(bench.MODELS) * sum(
         len(method.norms)
         for methods in (bench.adam_methods(), bench.sgd_methods())
         for method in methods.values()

@@ -73,7 +73,7 @@ FITTED_QS = [0.001, 0.01, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 0.9, 1.05, 1.2, 1
 FITTED_QS += [1.9, 1.95, 1.99, 1.999]
 
 
-@pytest.mark.parametrize("c", [1.0, 3e-7, 1e5, 7e20])
+@pytest.mark.parametrize("c", [1.0, 3e-7, 1e5])
 @pytest.mark.parametrize("q", FITTED_QS)
 def test_fitted_power_error_is_below_1e_5_over_all_normal_numbers(q, c):
     x = normal_numbers(np.float32)

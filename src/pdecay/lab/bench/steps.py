@@ -1,7 +1,8 @@
 """The time of an optimizer step relative to torch's fused optimizer.
 
 Absolute times on a shared machine vary. All methods therefore step on the same tensors in turn for
-many rounds, and each is reported as the ratio of its median to that of torch's fused optimizer.
+many rounds, in a new random order each, and each is reported as the ratio of its median to that of
+torch's fused optimizer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -30,7 +33,7 @@ from pdecay._core.reference import Listing1
 from pdecay._optim.kernels.selection import KernelName, only_kernel
 from pdecay.lab.methods import Run
 from pdecay.lab.methods.decay import AdamWMethod, PAdamMethod
-from pdecay.lab.models import GPT, ResNet
+from pdecay.lab.models import GPT, MLP, ResNet
 from pdecay.lab.tasks import Task, get_task
 from pdecay.lab.train.loop import Trainer
 
@@ -43,10 +46,14 @@ NORMS: dict[str, Penalty] = {
 }
 ONE_NORM = {"0.8": NORMS["0.8"]}
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "MLP": functools.partial(MLP, 64, [256, 128], 10),
+    "char-GPT": functools.partial(GPT, 65, 64, 4, 4, 128),
+    "ResNet": functools.partial(ResNet, 32),
     "nanoGPT": functools.partial(GPT, 65, 256, 6, 6, 384),
-    "ResNet18": ResNet,
     "GPT-2": functools.partial(GPT, 50257, 1024, 12, 12, 768),
 }
+# torch and the C kernel as on a CPU without AVX-512
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "PDECAY_CFLAGS": "-march=haswell"}
 
 Make = Callable[[list[nn.Parameter], Penalty], Optimizer]
 Report = Callable[[str], None]
@@ -86,13 +93,19 @@ def adam_methods() -> dict[str, Method]:
     return {
         "AdamW fused": Method(lambda w, _: AdamW(w, LR, fused=True, weight_decay=0), plain),
         "AdamW foreach": Method(lambda w, _: AdamW(w, LR, foreach=True, weight_decay=0), plain),
-        "AdamW for-loop": Method(lambda w, _: AdamW(w, LR, foreach=False, weight_decay=0), plain),
+        "AdamW default": Method(lambda w, _: AdamW(w, LR, weight_decay=0), plain),
         "the paper's listing": Method(_listing, ONE_NORM),
         "attach to AdamW fused": Method(_attached, ONE_NORM),
         "PAdam foreach": Method(lambda w, n: PAdam(w, LR, decay=n, foreach=True), ONE_NORM),
         "PAdam compiled": Method(lambda w, n: PAdam(w, LR, decay=n, fused=True), NORMS, "compiled"),
         "PAdam fused": Method(lambda w, n: PAdam(w, LR, decay=n, fused=True), NORMS, "native"),
     }
+
+
+def fused_methods() -> dict[str, Method]:
+    """Return the methods to measure with the instructions of other processors."""
+    names = ("AdamW fused", "attach to AdamW fused", "PAdam fused")
+    return {name: method for name, method in adam_methods().items() if name in names}
 
 
 def sgd_methods() -> dict[str, Method]:
@@ -126,6 +139,17 @@ def steps(
     with torch.device("meta"):
         shapes = [tuple(param.shape) for param in MODELS[model]().parameters()]
     yield from _measure(model, _weights(shapes), methods, rounds, say)
+
+
+def steps_with_avx2(model: str, rounds: int) -> list[Cost]:
+    """Measure :func:`fused_methods` in a new process, with the instructions of AVX2 only."""
+    code = (
+        "import dataclasses, json\n"
+        "from pdecay.lab.bench import steps\n"
+        f"costs = steps.steps({model!r}, steps.fused_methods(), {rounds})\n"
+        "print(json.dumps([dataclasses.asdict(cost) for cost in costs]))\n"
+    )
+    return [Cost(**cost) for cost in json.loads(_output_of(code, AVX2))]
 
 
 def growth(
@@ -183,6 +207,48 @@ class _SparsePAdam(PAdamMethod):
         return super().start(model, task, lr, steps)
 
 
+def target_share(model: str, batch: tuple[int, int], iterations: int) -> float:
+    """Return the time of SparsityTarget relative to the rest of training, during its ramp.
+
+    A GPT trains on random symbols with PAdam for some steps of a ramp of 1200 steps (a training of
+    2000), in which weights are ranked at every sixth step.
+
+    Args:
+        model: the name of a GPT in MODELS.
+        batch: the number of sequences and their length.
+        iterations: the number of steps; a multiple of six.
+    """
+    network = MODELS[model]()
+    optimizer = PAdam(network.parameters(), LR, decay=NORMS["0.8"])
+    target = pdecay.SparsityTarget(optimizer, 0.9, 2000, start=0, end=0.6)
+    times = {"target": 0.0, "all": 0.0}
+
+    def timed(function: Callable[..., None], key: str) -> Callable[..., None]:
+        def run(*args: object) -> None:
+            began = time.perf_counter()
+            function(*args)
+            times[key] += time.perf_counter() - began
+
+        return run
+
+    def train() -> None:
+        tokens = torch.randint(0, 65, (batch[0], batch[1] + 1))
+        logits = network(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    for name in ("before_step", "after_step"):
+        setattr(target, name, timed(getattr(target, name), "target"))
+    for _ in range(6):  # allocates state and compiles
+        train()
+    times["target"] = 0.0
+    for _ in range(iterations):
+        timed(train, "all")()
+    return times["target"] / (times["all"] - times["target"])
+
+
 def first_use() -> dict[str, float]:
     """Return the seconds of the first step in a new process, with an empty and a full cache.
 
@@ -195,20 +261,16 @@ def first_use() -> dict[str, float]:
         "began = time.perf_counter(); optimizer.step(); print(time.perf_counter() - began)\n"
     )
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "PDECAY_CACHE": cache}
-        taken = [
-            float(
-                subprocess.run(
-                    [sys.executable, "-c", code],
-                    env=environment,
-                    check=True,
-                    capture_output=True,
-                    text=True,
-                ).stdout
-            )
-            for _ in range(2)
-        ]
+        taken = [float(_output_of(code, {"PDECAY_CACHE": cache})) for _ in range(2)]
     return dict(zip(("cold", "from the cache"), taken, strict=True))
+
+
+def _output_of(code: str, variables: Mapping[str, str]) -> str:
+    """Run Python code in a new process with further environment variables."""
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return done.stdout
 
 
 def _weights(shapes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:
@@ -242,11 +304,12 @@ def _measure(
         steppers[name, norm] = functools.partial(_step, optimizer, method.path)
     extra = {cell: _extra_memory(step) / count for cell, step in steppers.items()}
     times: dict[tuple[str, str], list[float]] = {cell: [] for cell in cells}
+    order = random.Random(0)
     for k in range(rounds):
-        say(f"{model}, {count / 1e6:,.1f} M weights: round {k + 1} of {rounds}")
-        for cell, step in steppers.items():
+        say(f"{model}, {count / 1e6:,.2f} M weights: round {k + 1} of {rounds}")
+        for cell in order.sample(cells, len(cells)):
             began = time.perf_counter()
-            step()
+            steppers[cell]()
             times[cell].append(time.perf_counter() - began)
     base = statistics.median(times[cells[0]])
     for name, norm in cells:

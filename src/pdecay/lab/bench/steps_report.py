@@ -20,12 +20,13 @@ from pdecay.lab.drawing import BLUE, FONTS, INK, SKY, VERMILION, save
 from pdecay.lab.tables import Row, say, table_of
 
 SIZES = (1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000, 300_000_000, 500_000_000)
-_ROUNDS = {"nanoGPT": 41, "ResNet18": 31, "GPT-2": 11}
+_ROUNDS = {"MLP": 1001, "char-GPT": 201, "ResNet": 101, "nanoGPT": 41, "GPT-2": 9}
+_TARGETS = {"char-GPT": ((32, 64), 60), "GPT-2": ((1, 128), 6)}  # batch, iterations
 _BARS = {"PAdam fused": BLUE, "PAdam compiled": SKY, "PSGD fused": VERMILION}
 _STEP_COLUMNS = {
     "<method": "{method}",
     "<p": "{norm}",
-    "ms": "{milliseconds:.1f}",
+    "ms": "{milliseconds:.2f}",
     "x fused": "{ratio:.2f}",
     "extra bytes/weight": "{extra_bytes:.1f}",
 }
@@ -49,6 +50,19 @@ def run(out: Path, parts: Sequence[str], *, quick: bool, console: Console | None
                 for methods in (bench.adam_methods(), bench.sgd_methods()):
                     costs += bench.steps(model, methods, rounds, status.update)
             results["steps"] = [asdict(cost) for cost in costs]
+        if "avx2" in parts:
+            results["steps_with_avx2"] = []
+            for model in ["nanoGPT"] if quick else list(bench.MODELS):
+                status.update(f"{model} with AVX2, in a new process")
+                found = bench.steps_with_avx2(model, 5 if quick else _ROUNDS[model])
+                results["steps_with_avx2"] += [asdict(cost) for cost in found]
+        if "target" in parts:
+            results["target"] = {}
+            for model in ["char-GPT"] if quick else list(_TARGETS):
+                status.update(f"SparsityTarget on {model}")
+                batch, iterations = _TARGETS[model]
+                share = bench.target_share(model, batch, 6 if quick else iterations)
+                results["target"][model] = share
         if "growth" in parts:
             sizes = SIZES[:3] if quick else SIZES
             grown = list(bench.growth(sizes, 5 if quick else 9, status.update))
@@ -71,22 +85,25 @@ def run(out: Path, parts: Sequence[str], *, quick: bool, console: Console | None
 
 
 def _show(console: Console, results: dict[str, Any]) -> None:
-    here, steps = results["machine"], results.get("steps", [])
+    here = results["machine"]
     say(console, f"{here['processor']}, {here['threads']} threads, torch {here['torch']}")
-    for model in dict.fromkeys(row["model"] for row in steps):
-        rows = [row for row in steps if row["model"] == model]
-        title = f"{model}: {rows[0]['weights'] / 1e6:.1f} M weights, one step"
-        console.print(table_of(title, _STEP_COLUMNS, rows))
+    for key, note in (("steps", ""), ("steps_with_avx2", ", AVX2 only")):
+        steps = results.get(key, [])
+        for model in dict.fromkeys(row["model"] for row in steps):
+            rows = [row for row in steps if row["model"] == model]
+            title = f"{model}: {rows[0]['weights'] / 1e6:.2f} M weights, one step{note}"
+            console.print(table_of(title, _STEP_COLUMNS, rows))
     if "growth" in results:
         rows = [_per_weight(row) for row in results["growth"]]
         console.print(table_of("By number of weights, p = 0.8", _GROWTH_COLUMNS, rows))
     for key, title, first, second in (
+        ("target", "SparsityTarget during its ramp", "<model", "x other training time"),
         ("training", "Training the char-GPT: wall time", "<method", "x AdamW fused"),
         ("first_use_seconds", "First step in a new process", "<cache", "seconds"),
     ):
         if key in results:
             rows = [{"name": name, "value": value} for name, value in results[key].items()]
-            console.print(table_of(title, {first: "{name}", second: "{value:.2f}"}, rows))
+            console.print(table_of(title, {first: "{name}", second: "{value:.3f}"}, rows))
 
 
 def _per_weight(row: Row) -> Row:
@@ -99,7 +116,7 @@ def _draw(costs: Sequence[Cost], path: Path) -> None:
     models, norms = list(dict.fromkeys(cost.model for cost in costs)), list(bench.NORMS)
     ratio = {(cost.model, cost.method, cost.norm): cost.ratio for cost in costs}
     with matplotlib.rc_context({**FONTS, "font.size": 10, "axes.titlesize": 12}):
-        figure = Figure(figsize=(4.2 * len(models), 3.4), layout="constrained")
+        figure = Figure(figsize=(3.4 * len(models), 3.4), layout="constrained")
         panels = figure.subplots(1, len(models), squeeze=False)[0]
         for axes, model in zip(panels, models, strict=True):
             for k, (method, color) in enumerate(_BARS.items()):
