@@ -208,7 +208,7 @@ static int64_t chunk_size(const call *call)
     int64_t total = 0;
     for (int64_t i = 0; i < call->tensors; i++) total += call->sizes[i];
     int64_t chunk = total / (16 * call->threads) / BLOCK * BLOCK;
-    return chunk < 4 * BLOCK ? 4 * BLOCK : chunk > 32 * BLOCK ? 32 * BLOCK : chunk;
+    return chunk < 4 * BLOCK ? 4 * BLOCK : chunk > 512 * BLOCK ? 512 * BLOCK : chunk;
 }
 
 static void run_chunk(const job *job, int64_t tensor, int64_t begin, int64_t end)

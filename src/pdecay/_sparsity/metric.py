@@ -47,10 +47,14 @@ def adaptive_scores(param: Tensor, optimizer: Optimizer) -> Tensor:
     """Return ``|w| * v^(1/4)``, exactly 0 for zero weights."""
     local = local_optimizer(optimizer)
     squares = _squares(param, local)
-    if squares is not None and local is optimizer and passes.supports(*map(local_part, (param, squares))):
-        scores = torch.empty_like(param, requires_grad=False)
-        passes.scores_(local_part(scores), local_part(param), local_part(squares), _SMALLEST_SQUARE)
-        return scores
+    if (
+        squares is not None
+        and local is optimizer
+        and passes.supports(*map(local_part, (param, squares)))
+    ):
+        result = torch.empty_like(param, requires_grad=False)
+        passes.scores_(local_part(result), local_part(param), local_part(squares), _SMALLEST_SQUARE)
+        return result
     magnitude: Tensor = param.abs()
     if magnitude.dtype != torch.float64:
         magnitude = magnitude.float()
