@@ -74,7 +74,7 @@ INLINE log2_f64 log2_parts_f64(double x)
 enum { FIT_DEGREE = 5 };
 typedef struct { float q_of_bits, offset, fit0, fit1, fit2, fit3, fit4, fit5; } fitted_f32;
 
-/* c * |w|^q, 0 for |w| below the smallest normal number and at most 2^31. The comments on power_of explain `rounder`. */
+/* c * |w|^q, clamped to about 2^31; 0 for |w| below the smallest normal number. power_of explains `rounder`. */
 INLINE float fitted_power_f32(fitted_f32 term, float w)
 {
     const float rounder = 0x1.8p23f + 127.0f;

@@ -56,8 +56,10 @@ static void stream(void *to, const void *from, size_t bytes)
     size_t done = 0;
 #if defined(__SSE2__)
     if ((uintptr_t)to % 16 == 0) {
-        for (; done + 16 <= bytes; done += 16)
-            _mm_stream_si128((__m128i *)((char *)to + done), _mm_loadu_si128((const __m128i *)((const char *)from + done)));
+        for (; done + 16 <= bytes; done += 16) {
+            __m128i loaded = _mm_loadu_si128((const __m128i *)((const char *)from + done));
+            _mm_stream_si128((__m128i *)((char *)to + done), loaded);
+        }
         _mm_sfence();
     }
 #endif
@@ -187,17 +189,18 @@ static void run_f64(const job *job, int64_t tensor, int64_t begin, int64_t end)
 static void run_half(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
     const double *scalars = job->scalars ? job->scalars + 2 * tensor : NULL;
+    const call *call = job->call;
     float factor[BLOCK], wide[STREAMS][BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
         block_f32 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
         for (int s = 0; s < job->streams; s++) {
             block.stream[s] = wide[s];
-            widen(job->call->dtype, (uint16_t *)job->call->data[s * job->call->tensors + tensor] + at, wide[s], block.n);
+            widen(call->dtype, (uint16_t *)call->data[s * call->tensors + tensor] + at, wide[s], block.n);
         }
         job->update_f32(job->settings, &job->decay_f32[job->plan_of[tensor]], scalars, block);
         for (int s = 0; s < job->streams; s++)
             if (job->written >> s & 1)
-                narrow(job->call->dtype, wide[s], (uint16_t *)job->call->data[s * job->call->tensors + tensor] + at, block.n);
+                narrow(call->dtype, wide[s], (uint16_t *)call->data[s * call->tensors + tensor] + at, block.n);
     }
 }
 

@@ -290,7 +290,8 @@ def _calls(
     parts = list(batches(streams, read_only=(1,)))
     tables = [_table_of_batch(part) for part in parts]
     for part, table in zip(parts, tables, strict=True):
-        yield call(table, array("d", [factors[i] for i in part.indices])), part.indices
+        own = array("d", [factors[i] for i in part.indices])  # alive during the call
+        yield call(table, own), part.indices
         part.finish()
 
 
