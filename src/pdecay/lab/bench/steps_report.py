@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -41,7 +42,10 @@ _GROWTH_COLUMNS = {
 def run(out: Path, parts: Sequence[str], *, quick: bool, console: Console | None = None) -> None:
     """Measure, print and write ``bench.json`` and ``bench.png`` to `out`."""
     console = console or Console()
-    results: dict[str, Any] = {"machine": machine.describe()}
+    results: dict[str, Any] = {
+        "command": "pdecay bench " + " ".join([*parts, *(["--quick"] if quick else [])]),
+        "machine": machine.describe() | {"instructions": torch.backends.cpu.get_cpu_capability()},
+    }
     costs: list[Cost] = []
     with console.status("starting") as status:
         if "step" in parts:
