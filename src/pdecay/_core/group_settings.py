@@ -28,6 +28,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from pdecay._core.auxiliary import as_plain
 from pdecay._core.penalty import Penalty, as_penalty
+from pdecay._core.tensors import is_tracing
 from pdecay._core.validation import check_number
 
 Group = dict[str, Any]
@@ -115,6 +116,8 @@ def check_not_flattened(params: Iterable[Any]) -> None:
 
 def penalty_of(group: Group) -> Penalty | None:
     """Return the penalty of a group; None if it does not decay."""
+    if is_tracing():  # torch.compile does not trace caches
+        return as_penalty(group["decay"])
     try:
         return _penalty_of_pairs(tuple(map(tuple, group["decay"])))
     except TypeError:  # not a list of pairs of numbers
