@@ -163,10 +163,11 @@ class Copies:
 
     def of(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return a copy of each tensor, valid until the next call with the same tensor."""
-        if not all(type(x) in PLAIN and x.layout is torch.strided for x in tensors):
+        plain = all(type(x) in PLAIN and x.layout is torch.strided for x in tensors)
+        if not plain or is_tracing():
             return [tensor.detach().clone() for tensor in tensors]
         copies = [self._memory_for(tensor) for tensor in tensors]
-        if tensors and (is_tracing() or not native.copy_(copies, tensors)):
+        if tensors and not native.copy_(copies, tensors):
             torch._foreach_copy_(copies, tensors)
         return copies
 
