@@ -108,7 +108,8 @@ def test_extra_installs_torch(extra):
 
 
 def test_install_line_of_the_readme_installs_torch():
-    line = re.search(r'pip install --constraint constraints.txt "\.\[(\w+)\]"', README.read_text())
+    line = re.search(r"pip install .*?\.\[(\w+)\]", README.read_text())
+    assert line, "README.md has no line that installs an extra of this folder"
     assert "torch" in installed(line[1])
 
 
