@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -635,3 +636,13 @@ class TestFrozenWarning:
     @pytest.mark.parametrize("harmless", [Lp(2, 0.1), Lp(3, 0.1), Lp(0.8, 0.0), None])
     def test_no_warning_if_nothing_freezes(self, cls, harmless):
         cls([nn.Parameter(torch.zeros(2, 3))], decay=harmless)
+
+
+def test_float16_weights_are_reported():
+    weight = torch.nn.Parameter(torch.randn(4, 4).half())
+    with pytest.warns(UserWarning, match=r"1 parameters are float16.* eps = 1e-08 are zero"):
+        PAdam([weight])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PAdam([weight], eps=1e-6)
+        PAdam([torch.nn.Parameter(torch.randn(4, 4).bfloat16())])
