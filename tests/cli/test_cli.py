@@ -202,7 +202,7 @@ def test_syntax_error_in_users_module_is_reported(run_cli, in_project):
 
 def test_bench_names_its_parts(run_cli):
     error = run_cli("bench", "foo", code=2)
-    assert "must be one of step, growth, train, start, deploy, got 'foo'" in error
+    assert "must be one of step, avx2, growth, target, train, start, deploy, got 'foo'" in error
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_target_rejects_unsuitable_settings(optimizer, error, message):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"target": 0.0}, {"target": 1.0}, {"target": 0.5, "start": 0.8}, {"target": 0.5, "end": 2.0}],
+    [{"target": 0.0}, {"target": 1.0}, {"target": 0.5, "start": 0.9}, {"target": 0.5, "end": 2.0}],
 )
 def test_target_checks_its_arguments(arguments):
     with pytest.raises(ValueError, match="must"):

@@ -368,7 +368,7 @@ def test_compiler_variable_with_an_open_quote(tmp_path):
 
 
 def test_extra_compiler_flags(tmp_path):
-    output = run(TRY, tmp_path, PDECAY_CFLAGS="-DREAL='a b'")
+    output = run(TRY, tmp_path, PDECAY_CFLAGS="-include 'no such.h'")
     assert output.count("unavailable: cannot compile step.c:") == 2
     output = run(TRY, tmp_path, PDECAY_CFLAGS="-O1")
     assert "unavailable" not in output

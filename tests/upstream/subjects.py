@@ -91,6 +91,10 @@ SUBJECTS = [
 ]
 
 
+# Numbers that pdecay checks itself, before torch does.
+_NUMBER_CHECKS = ("momentum should be between 0 and 1", "weight_decay should > 0")
+
+
 def difference(check: str, subject: Subject, case: str = "") -> str | None:
     """Return why a check of torch's does not hold for a subject; None if it must hold."""
     own = not subject.attached
@@ -106,6 +110,6 @@ def difference(check: str, subject: Subject, case: str = "") -> str | None:
         return "complex weights decay by their magnitude, real and imaginary part together"
     if check == "errors" and own and case == "invalid param type":
         return "the same TypeError has a shorter message"
-    if check == "errors" and own and case == "momentum should be between 0 and 1":
+    if check == "errors" and own and case in _NUMBER_CHECKS:
         return "the same ValueError has the wording of pdecay's other number checks"
     return None

@@ -36,7 +36,7 @@ def test_task_provides_defaults():
         "seed": 3,
         "lr": 0.1,
         "steps": 7,
-        "options": {"target": 0.5, "weight_decay": 0.1, "rank": "magnitude", "end": 0.7},
+        "options": {"target": 0.5, "weight_decay": 0.1, "rank": "magnitude", "end": 0.85},
     }
 
 
