@@ -32,7 +32,7 @@ study: $(VENV)/lab
 	$(VENV)/bin/python benchmarks/study.py contours --task shakespeare --scale quick --workers $(WORKERS)
 	$(VENV)/bin/python benchmarks/study_report.py
 
-# Repeats a few runs of the study and compares them with the records: about ten minutes.
+# Repeats a few runs of the study and compares them with the records: less than 15 minutes.
 study-check: $(VENV)/lab
 	$(VENV)/bin/python benchmarks/study.py check --workers $(WORKERS)
 
