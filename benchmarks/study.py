@@ -182,9 +182,9 @@ class Study:
         trials = self.runs("tune", self.tuning_grid(name))
         grids: dict[float, Options] = {}
         for level in (0.0, *levels) if name not in STEERED else levels:
-            above = [r for r in trials if r["result"]["sparsity"] >= level - 1e-3]
-            if name in STEERED:
-                above = trials
+            above = trials
+            if name not in STEERED:
+                above = [r for r in trials if r["result"]["sparsity"] >= level - 1e-3]
             if not above:
                 continue
             best = max(above, key=lambda r: float(r["result"]["accuracy"]))["settings"]

@@ -110,12 +110,16 @@ class SparsityCallback(Callback):
         self._actions.end(pl_module)
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        optimizers = [one for one in trainer.optimizers if is_decaying(one)]
+        optimizers = _all_decaying(trainer)
         return self._actions.measure(pl_module, optimizers[0] if len(optimizers) == 1 else None)
 
 
+def _all_decaying(trainer: Trainer) -> list[Optimizer]:
+    return [one for one in trainer.optimizers if is_decaying(one)]
+
+
 def _decaying(trainer: Trainer) -> Optimizer:
-    optimizers = [one for one in trainer.optimizers if is_decaying(one)]
+    optimizers = _all_decaying(trainer)
     if len(optimizers) != 1:
         names = ", ".join(type(one).__name__ for one in trainer.optimizers)
         raise ValueError(
