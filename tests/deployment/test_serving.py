@@ -14,7 +14,7 @@ import torch
 
 import pdecay
 from pdecay.cli import main
-from tests.deployment.runtime.test_pipeline import mostly_zero
+from tests.deployment.networks import mostly_zero
 
 SERVE = Path(__file__).parents[2] / "examples" / "serve.py"
 BUILD = """

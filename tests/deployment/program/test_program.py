@@ -18,8 +18,7 @@ from pdecay.deployment.layers import kernel as layers_kernel
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer, SparseLinear
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.program import SavedModel, capture, restore
-from pdecay.lab.models import CNN, GPT, MLP, ResNet
-from tests.deployment.runtime.test_pipeline import mostly_zero
+from tests.deployment.networks import NETWORKS, mostly_zero
 
 needs_compiler = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
 
@@ -29,12 +28,7 @@ def _seed():
     torch.manual_seed(0)
 
 
-CASES = {
-    "MLP": lambda: (MLP(64, (32, 16), 10), torch.randn(3, 64)),
-    "CNN": lambda: (CNN(1, 16, (4, 8), 16, 10), torch.randn(3, 1, 16, 16)),
-    "ResNet": lambda: (ResNet(4, (1, 2)), torch.randn(3, 3, 16, 16)),
-    "GPT": lambda: (GPT(20, 16, 2, 2, 16), torch.randint(20, (3, 16))),
-    "a layer": lambda: (nn.Linear(32, 16), torch.randn(3, 32)),
+CASES = NETWORKS | {
     "reflecting": lambda: (
         nn.Conv2d(4, 8, 3, padding=2, stride=2, groups=2, padding_mode="reflect", bias=False),
         torch.randn(2, 4, 9, 9),

@@ -17,6 +17,7 @@ from pdecay.deployment.layers.modules import SparseConv2d, SparseLinear
 from pdecay.deployment.runtime import layer_choice, pipeline
 from pdecay.deployment.runtime.pipeline import deploy
 from pdecay.lab.models import CNN, GPT, MLP, ResNet
+from tests.deployment.networks import NETWORKS, mostly_zero
 
 pytestmark = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
 
@@ -24,20 +25,6 @@ pytestmark = pytest.mark.skipif(bool(layers_kernel.available()), reason="no comp
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-def mostly_zero(model, sparsity=0.9):
-    """Set random weights to zero but leave no dead unit, so that compact removes nothing."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(torch.rand(parameter.shape) >= sparsity)
-                flat = parameter.view(len(parameter), -1)
-                for o in range(len(flat)):
-                    flat[o, o % flat.shape[1]] = 0.5
-                for i in range(flat.shape[1]):
-                    flat[i % len(flat), i] = 0.5
-    return model
 
 
 def with_batch_statistics(model, *inputs):
@@ -59,12 +46,7 @@ def assert_same(deployed, model, *inputs):
             torch.testing.assert_close(deployed(*given), model(*given), rtol=1e-4, atol=1e-5)
 
 
-CASES = {
-    "MLP": lambda: (MLP(64, (32, 16), 10), torch.randn(3, 64)),
-    "CNN": lambda: (CNN(1, 16, (4, 8), 16, 10), torch.randn(3, 1, 16, 16)),
-    "ResNet": lambda: (ResNet(4, (1, 2)), torch.randn(3, 3, 16, 16)),
-    "GPT": lambda: (GPT(20, 16, 2, 2, 16), torch.randint(20, (3, 16))),
-    "a layer": lambda: (nn.Linear(32, 16), torch.randn(3, 32)),
+CASES = NETWORKS | {
     "grouped": lambda: (
         nn.Sequential(nn.Conv2d(4, 8, 3, groups=4), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)),
         torch.randn(2, 4, 9, 9),

@@ -1,0 +1,31 @@
+"""Small networks for the tests of deployment, and a helper that makes them sparse."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pdecay.lab.models import CNN, GPT, MLP, ResNet
+
+# A model and an input for each.
+NETWORKS = {
+    "MLP": lambda: (MLP(64, (32, 16), 10), torch.randn(3, 64)),
+    "CNN": lambda: (CNN(1, 16, (4, 8), 16, 10), torch.randn(3, 1, 16, 16)),
+    "ResNet": lambda: (ResNet(4, (1, 2)), torch.randn(3, 3, 16, 16)),
+    "GPT": lambda: (GPT(20, 16, 2, 2, 16), torch.randint(20, (3, 16))),
+    "a layer": lambda: (nn.Linear(32, 16), torch.randn(3, 32)),
+}
+
+
+def mostly_zero(model, sparsity=0.9):
+    """Set random weights to zero but leave no dead unit, so that compact removes nothing."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(torch.rand(parameter.shape) >= sparsity)
+                flat = parameter.view(len(parameter), -1)
+                for o in range(len(flat)):
+                    flat[o, o % flat.shape[1]] = 0.5
+                for i in range(flat.shape[1]):
+                    flat[i % len(flat), i] = 0.5
+    return model
