@@ -1,6 +1,6 @@
 """The study of accuracy at a given sparsity: tuned methods on three tasks, reported on test splits.
 
-    python benchmarks/study.py tune                  # nine trials for each method and task
+    python benchmarks/study.py tune                  # five trials for each method and task
     python benchmarks/study.py final                 # the best settings with three seeds
     python benchmarks/study.py ablation              # variations of the target and of the decay
     python benchmarks/study.py contours              # learning rate and lam for three p
@@ -10,11 +10,12 @@
 Every stage resumes where it was interrupted. Its records are in benchmarks/results, in the files
 TASK-SCALE-STAGE.jsonl; unfinished runs are in runs/study.
 
-Protocol. Every method gets nine trials with seed 0: three learning rates times three values of its
-other setting. Methods that reach a given sparsity are tuned at 95 % and use the same setting at the
-other levels. Methods with a fixed strength are judged by their best trial above each level. The
-setting with the best validation accuracy then runs with three seeds, and the test accuracy of these
-runs is reported. Trials run for half of the training steps, final runs for all of them.
+Protocol. Every method gets five trials of full length with seed 0: the task's learning rate, half
+and twice of it, with the middle value of the method's other setting, and the two outer values of
+that setting with the task's learning rate. Methods that reach a given sparsity are tuned at 95 %
+and use the same setting at the other levels. Methods with a fixed strength are judged by their best
+trial above each level. The setting with the best validation accuracy then runs with three seeds,
+and the test accuracy of these runs is reported.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def main() -> None:
             run(study, "contours", "all", study.contour_grids(), args)
         else:
             for name in methods:
-                grids = [study.tuning_grid(name)]
+                grids = study.tuning_grids(name)
                 if args.stage == "final":
                     grids = list(study.final_grids(name, args.level or LEVELS).values())
                 if grids:
@@ -170,16 +171,18 @@ class Study:
         found = self.read(stage)
         return [found[key] for key in self.plan([grid]).cells if key in found]
 
-    def tuning_grid(self, name: str) -> Options:
-        """Return the nine trials of a method."""
+    def tuning_grids(self, name: str) -> list[Options]:
+        """Return the five trials of a method: three learning rates, and two other strengths."""
         options, axis = METHODS[name]
-        rates = [self.recipe.lr / 2, self.recipe.lr, self.recipe.lr * 2]
-        steps = self.recipe.steps // 2
-        return _axes({**options, **axis, "lr": rates, "steps": steps, "seed": 0})
+        (setting, (low, middle, high)), lr = *axis.items(), self.recipe.lr
+        return [
+            _axes({**options, setting: middle, "lr": [lr / 2, lr, lr * 2], "seed": 0}),
+            _axes({**options, setting: [low, high], "lr": lr, "seed": 0}),
+        ]
 
     def final_grids(self, name: str, levels: Iterable[float] = LEVELS) -> dict[float, Options]:
         """Return the final runs of a method for each level; level 0 asks for no zeros."""
-        trials = self.runs("tune", self.tuning_grid(name))
+        trials = [run for grid in self.tuning_grids(name) for run in self.runs("tune", grid)]
         grids: dict[float, Options] = {}
         for level in (0.0, *levels) if name not in STEERED else levels:
             above = trials
