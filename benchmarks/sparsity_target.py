@@ -1,11 +1,10 @@
-"""Measure how exactly SparsityTarget reaches its target, and its accuracy, as JSON lines.
+"""Measure how exactly SparsityTarget reaches its target, over tasks, p, targets and lr.
 
-    python benchmarks/sparsity_target.py grid       # final sparsity over tasks, p, targets and lr
-    python benchmarks/sparsity_target.py compare    # accuracy against GMP and a fixed lam
-    python benchmarks/sparsity_target.py tables     # docs/_data/*.md from the records
+    python benchmarks/sparsity_target.py runs       # records/target_grid.jsonl
+    python benchmarks/sparsity_target.py table      # docs/_data/target_grid.md from the records
 
-Each run is a lab task at scale ``quick`` on one thread. Cells with a record are skipped, so an
-interrupted set can be continued. The data are looked up in PDECAY_DATA.
+Each run is a lab task at scale ``quick``, at a quarter of its length, on one thread. Cells with a
+record are skipped, so an interrupted set can be continued. The data are looked up in PDECAY_DATA.
 """
 
 from __future__ import annotations
@@ -13,54 +12,34 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
 
-from pdecay.lab.methods import Method
-from pdecay.lab.methods.decay import AdamWMethod, ElasticMethod, TargetMethod
-from pdecay.lab.methods.magnitude import GMPMethod
+from pdecay.lab.methods.decay import TargetMethod
 from pdecay.lab.tasks import cached_task
 from pdecay.lab.train.loop import Trainer
 
-RECORDS = Path(__file__).parent / "records"
-TABLES = Path(__file__).parents[1] / "docs" / "_data"
+RECORDS = Path(__file__).parent / "records" / "target_grid.jsonl"
+TABLE = Path(__file__).parents[1] / "docs" / "_data" / "target_grid.md"
 
 TASKS = ("digits", "fashion", "cifar10", "shakespeare")
 P = (0.5, 0.8, 1.0, 1.2)
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-COMPARED = ("shakespeare", "cifar10")
-LEVELS = (0.9, 0.95)
-SEEDS = (0, 1, 2)
-# Learning rates for every method, relative to the task's rate for AdamW.
-TUNED = (1.0,)
-FIXED_LAM = (0.003, 0.01, 0.02, 0.03, 0.06, 0.08, 0.1, 0.15)
-
-
-def method_of(cell: dict) -> Method:
-    """Return the lab's method for a cell."""
-    l2 = cell.get("l2", 0.0)
-    if cell["method"] == "target":
-        return TargetMethod(p=cell["p"], target=cell["target"], weight_decay=0.0, rank="magnitude")
-    if cell["method"] == "gmp":
-        return GMPMethod(target=cell["target"], weight_decay=l2)
-    if cell["method"] == "fixed":
-        return ElasticMethod(p=cell["p"], lam=cell["lam"], l2=l2)
-    return AdamWMethod(weight_decay=l2)
+LR = (1.0, 0.1)  # relative to the task's rate for AdamW
+LENGTH = 0.25
 
 
 def run(cell: dict) -> dict:
     """Train once and return the cell with its results."""
     torch.set_num_threads(1)
     task = cached_task(cell["task"], "quick", "cpu")
-    steps = max(50, round(cell.get("length", 1.0) * task.steps))
+    steps = max(50, round(LENGTH * task.steps))
+    method = TargetMethod(p=cell["p"], target=cell["target"], weight_decay=0.0, rank="magnitude")
     began = time.perf_counter()
-    trainer = Trainer(
-        task, method_of(cell), seed=cell["seed"], lr=cell["lr"] * task.lr, steps=steps, points=0
-    )
+    trainer = Trainer(task, method, seed=0, lr=cell["lr"] * task.lr, steps=steps, points=0)
     for _ in trainer.train():
         pass
     result = trainer.finish()
@@ -72,57 +51,31 @@ def run(cell: dict) -> dict:
     }
 
 
-def grid() -> list[dict]:
-    """Return cells for every task, p, target and learning rate, at a quarter of the length."""
+def cells() -> list[dict]:
+    """Return a cell for every task, p, target and learning rate."""
+    names = ("task", "p", "target", "lr")
     return [
-        {
-            "method": "target",
-            "task": name,
-            "p": p,
-            "target": target,
-            "lr": lr,
-            "seed": 0,
-            "length": 0.25,
-        }
-        for name, p, target, lr in itertools.product(TASKS, P, TARGETS, (1.0, 0.1))
+        dict(zip(names, cell, strict=True)) for cell in itertools.product(TASKS, P, TARGETS, LR)
     ]
 
 
-def compare() -> list[dict]:
-    """Return cells that compare the accuracy at equal sparsity, steps and tuning."""
-    cells = []
-    for name, lr, seed in itertools.product(COMPARED, TUNED, SEEDS):
-        base = {"task": name, "lr": lr, "seed": seed}
-        cells.append({**base, "method": "dense"})
-        for target in LEVELS:
-            cells.append({**base, "method": "target", "p": 0.8, "target": target})
-            cells.append({**base, "method": "gmp", "target": target})
-    for name, lam, seed in itertools.product(COMPARED, FIXED_LAM, SEEDS):
-        cells.append(
-            {"task": name, "lr": 1.0, "seed": seed, "method": "fixed", "p": 0.8, "lam": lam}
-        )
-    return sorted(cells, key=lambda cell: cell["task"])
+def key(cell: dict) -> tuple:
+    return cell["task"], cell["p"], cell["target"], cell["lr"]
 
 
-def key(cell: dict) -> str:
-    names = ("method", "task", "p", "lam", "target", "lr", "seed", "length", "l2")
-    return json.dumps([cell.get(name) for name in names])
+def read() -> list[dict]:
+    return (
+        [json.loads(line) for line in RECORDS.read_text().splitlines()] if RECORDS.exists() else []
+    )
 
 
-def read(name: str) -> list[dict]:
-    path = RECORDS / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def run_all(name: str, cells: list[dict], workers: int) -> None:
-    done = {key(record) for record in read(name)}
-    todo = [cell for cell in cells if key(cell) not in done]
-    print(f"{len(cells)} runs, {len(todo)} to do", flush=True)
-    RECORDS.mkdir(exist_ok=True)
-    with ProcessPoolExecutor(workers) as pool, open(RECORDS / f"{name}.jsonl", "a") as file:
-        for count, future in enumerate(
-            as_completed([pool.submit(run, cell) for cell in todo]), start=1
-        ):
+def run_all(workers: int) -> None:
+    done = {key(record) for record in read()}
+    todo = [cell for cell in cells() if key(cell) not in done]
+    print(f"{len(cells())} runs, {len(todo)} to do", flush=True)
+    with ProcessPoolExecutor(workers) as pool, open(RECORDS, "a") as file:
+        futures = [pool.submit(run, cell) for cell in todo]
+        for count, future in enumerate(as_completed(futures), start=1):
             record = future.result()
             file.write(json.dumps(record) + "\n")
             file.flush()
@@ -135,15 +88,10 @@ def grid_table(records: list[dict]) -> str:
         "| task | p | lr | " + " | ".join(f"{100 * target:g} %" for target in TARGETS) + " |",
         "|---|---|---|" + "---|" * len(TARGETS),
     ]
-    found = {(one["task"], one["p"], one["lr"], one["target"]): one for one in records}
-    for name, p, lr in itertools.product(TASKS, P, (1.0, 0.1)):
-        cells = [found.get((name, p, lr, target)) for target in TARGETS]
-        if not any(cells):
-            continue
-        shown = [
-            f"{100 * cell['sparsity']:.2f} ({cell['accuracy']:.1f})" if cell else ""
-            for cell in cells
-        ]
+    found = {key(record): record for record in records}
+    for name, p, lr in itertools.product(TASKS, P, LR):
+        row = [found[name, p, target, lr] for target in TARGETS]
+        shown = [f"{100 * one['sparsity']:.2f} ({one['accuracy']:.1f})" for one in row]
         lines.append(f"| {name} | {p:g} | x {lr:g} | " + " | ".join(shown) + " |")
     worst = max(abs(one["sparsity"] - one["target"]) for one in records)
     lines.append("")
@@ -154,72 +102,15 @@ def grid_table(records: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def compare_table(records: list[dict]) -> str:
-    """Return a table of mean and deviation over seeds, at each method's best learning rate."""
-    lines = ["| task | sparsity | method | lr | accuracy % |", "|---|---|---|---|---|"]
-    for name in COMPARED:
-        dense = _best([one for one in records if (one["task"], one["method"]) == (name, "dense")])
-        title = "Adam without decay, dense"
-        lines.append(f"| {name} | 0 | {title} | x {dense[0]:g} | {_shown(dense[1])} |")
-        for target in LEVELS:
-            for method, title in (
-                ("gmp", "gradual magnitude pruning"),
-                ("target", "SparsityTarget"),
-            ):
-                chosen = [
-                    one
-                    for one in records
-                    if (one["task"], one["method"], one.get("target")) == (name, method, target)
-                ]
-                lr, accuracies = _best(chosen)
-                lines.append(
-                    f"| {name} | {100 * target:g} % | {title} | x {lr:g} | {_shown(accuracies)} |"
-                )
-            at_level = [_fixed_at(records, name, seed, target) for seed in SEEDS]
-            lines.append(
-                f"| {name} | {100 * target:g} % | fixed lam, between two runs | x 1 | "
-                f"{_shown(at_level)} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-def _best(records: list[dict]) -> tuple[float, list[float]]:
-    """Return the learning rate with the best mean over seeds, and its accuracies."""
-    by_lr: dict[float, list[float]] = {}
-    for one in records:
-        by_lr.setdefault(one["lr"], []).append(one["accuracy"])
-    return max(by_lr.items(), key=lambda item: statistics.mean(item[1]))
-
-
-def _fixed_at(records: list[dict], name: str, seed: int, target: float) -> float:
-    """Interpolate the accuracy of a fixed lam at a sparsity between two runs."""
-    runs = sorted(
-        (one["sparsity"], one["accuracy"])
-        for one in records
-        if (one["task"], one["method"], one["seed"]) == (name, "fixed", seed)
-    )
-    for (s0, a0), (s1, a1) in itertools.pairwise(runs):
-        if s0 <= target <= s1:
-            return a0 + (a1 - a0) * (target - s0) / (s1 - s0) if s1 > s0 else a0
-    raise SystemExit(f"no fixed lam on {name}, seed {seed}, reaches sparsity {target}: {runs}")
-
-
-def _shown(accuracies: list[float]) -> str:
-    return f"{statistics.mean(accuracies):.2f} ± {statistics.stdev(accuracies):.2f}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("grid", "compare", "tables"))
+    parser.add_argument("what", choices=("runs", "table"))
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
-    if arguments.what == "tables":
-        TABLES.mkdir(exist_ok=True)
-        (TABLES / "target_grid.md").write_text(grid_table(read("target_grid")))
-        (TABLES / "target_compare.md").write_text(compare_table(read("target_compare")))
-        return
-    cells = {"grid": grid, "compare": compare}[arguments.what]()
-    run_all(f"target_{arguments.what}", cells, arguments.workers)
+    if arguments.what == "runs":
+        run_all(arguments.workers)
+    else:
+        TABLE.write_text(grid_table(read()))
 
 
 if __name__ == "__main__":
