@@ -133,7 +133,10 @@ def main() -> None:
 
 
 def run(study: Study, stage: str, name: str, grids: list[Options], args: Any) -> None:
-    """Run the cells of a stage and add their records to the committed ones."""
+    """Run the grids of a stage that have no records yet, and add their records."""
+    grids = [grid for grid in grids if len(study.runs(stage, grid)) < len(study.plan([grid]).cells)]
+    if not grids:
+        return
     label = "-".join(name.replace(",", "").replace("=", "").split())
     folder = args.runs / f"{study.task}-{study.scale}-{stage}-{label}-{len(grids)}"
     resume = (folder / "study.log").exists()
