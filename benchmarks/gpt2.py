@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -32,7 +30,7 @@ from pdecay.integrations.transformers import (
     generation_example,
     save_pretrained,
 )
-from pdecay.lab.machine import describe
+from provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "gpt2.json"
@@ -128,10 +126,7 @@ def measure(folder: Path) -> None:
     tokens = trained.pop("tokens")
     model = from_pretrained(folder)
     record = {
-        "command": "python benchmarks/gpt2.py measure FOLDER, after train FOLDER",
-        "commit": commit(),
-        "machine": describe(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
+        **provenance("transformers", "accelerate"),
         "trained": trained,
         "prompt": PROMPT,
         "new tokens": NEW_TOKENS,
@@ -159,13 +154,6 @@ def measure(folder: Path) -> None:
     }
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record["deployed"], indent=1))
-
-
-def commit() -> str:
-    run = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    return run.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     python benchmarks/study.py ablation              # variations of the target and of the decay
     python benchmarks/study.py contours              # learning rate and lam for three p
     python benchmarks/study.py check                 # repeat a few final runs and compare them
+    python benchmarks/study_deploy.py                # deploy the final networks
     python benchmarks/study_report.py                # tables and figures of docs/results.md
 
 Every stage resumes where it was interrupted. Its records are in benchmarks/results, in the files
@@ -33,6 +34,7 @@ from pdecay.lab.sweep import Grid, sweep
 from pdecay.lab.tasks import get_task
 from pdecay.lab.train import records
 from pdecay.lab.train.records import Record
+from provenance import command, commit
 
 RESULTS = Path(__file__).parent / "results"
 TASKS = ("shakespeare", "fashion", "cifar10")
@@ -145,7 +147,8 @@ def run(study: Study, stage: str, name: str, grids: list[Options], args: Any) ->
     )
     path = study.path(stage)
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = study.read(stage) | {record["id"]: record for record in outcome.records}
+    origin = {"command": command(), "commit": commit()}
+    known = study.read(stage) | {record["id"]: record | origin for record in outcome.records}
     records.write(path, [known[key] for key in sorted(known)])
 
 

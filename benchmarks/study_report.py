@@ -8,6 +8,7 @@ the tables with the records.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterator
 from itertools import product
@@ -66,6 +67,8 @@ def tables() -> dict[str, str]:
         if study.read("final"):
             found[_name(study)] = accuracy_table(study)
             found[f"{_name(study)}_gaps"] = gap_table(study)
+        if study.path("deploy").exists():
+            found[f"{_name(study)}_deploy"] = deploy_table(study)
         if study.read("ablation"):
             found[f"{_name(study)}_ablation"] = ablation_table(study)
     return found
@@ -105,6 +108,30 @@ def ablation_table(study: Study) -> str:
             validation = statistics.mean(r["result"]["accuracy"] for r in runs)
             rows.append([name, f"{zeros:.1f} %", f"{validation:.2f}", _cell(runs)])
     return _markdown(["variation", "zeros", "validation", "test"], rows)
+
+
+def deploy_table(study: Study) -> str:
+    """Return the accuracy, size and speed of the final networks with seed 0."""
+    networks = [json.loads(line) for line in study.path("deploy").read_text().splitlines()]
+    dense = networks[0]
+    rows = []
+    for one in networks:
+        gains = [
+            one["original_us"][state] / one["deployed_us"][state] for state in ("warm", "cold")
+        ]
+        rows.append(
+            [
+                one["method"],
+                f"{100 * one['zeros']:.1f} %",
+                f"{one['test_accuracy']:.2f}",
+                f"{one['deployed_test_accuracy']:.2f}",
+                f"{one['file_bytes'] / 1e3:,.0f}",
+                f"{dense['file_bytes'] / one['file_bytes']:.1f}",
+                *(f"{gain:.2f}" for gain in gains),
+            ]
+        )
+    columns = ["zeros", "test", "deployed", "file, kB", "times smaller", "speed-up, warm", "cold"]
+    return _markdown(["method", *columns], rows)
 
 
 def final_runs(study: Study, name: str) -> dict[float, list[Record]]:
