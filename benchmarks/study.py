@@ -34,7 +34,7 @@ from pdecay.lab.sweep import Grid, sweep
 from pdecay.lab.tasks import get_task
 from pdecay.lab.train import records
 from pdecay.lab.train.records import Record
-from provenance import command, commit
+from provenance import command
 
 RESULTS = Path(__file__).parent / "results"
 TASKS = ("shakespeare", "fashion", "cifar10")
@@ -147,8 +147,8 @@ def run(study: Study, stage: str, name: str, grids: list[Options], args: Any) ->
     )
     path = study.path(stage)
     path.parent.mkdir(parents=True, exist_ok=True)
-    origin = {"command": command(), "commit": commit()}
-    known = study.read(stage) | {record["id"]: record | origin for record in outcome.records}
+    new = {record["id"]: {**record, "command": command()} for record in outcome.records}
+    known = study.read(stage) | new
     records.write(path, [known[key] for key in sorted(known)])
 
 

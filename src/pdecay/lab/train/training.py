@@ -201,8 +201,8 @@ def _add_environment(history: dict[str, Any], optimizer: Optimizer, folder: Path
     A run may resume on another machine, though not bit-identically. Another kernel is an error.
     """
     described = machine.describe()
-    here = {
-        "pdecay": described["pdecay"],
+    here: dict[str, Any] = {
+        **{name: described[name] for name in ("pdecay", "commit") if name in described},
         "torch": described["torch"],
         "python": platform.python_version(),
         "platform": described["system"],
