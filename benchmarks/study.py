@@ -135,8 +135,8 @@ def main() -> None:
 
 
 def run(study: Study, stage: str, name: str, grids: list[Options], args: Any) -> None:
-    """Run the grids of a stage that have no records yet, and add their records."""
-    grids = [grid for grid in grids if len(study.runs(stage, grid)) < len(study.plan([grid]).cells)]
+    """Run the cells of a stage that have no records yet, and add their records."""
+    grids = study.unfinished(stage, grids)
     if not grids:
         return
     label = "-".join(name.replace(",", "").replace("=", "").split())
@@ -173,9 +173,15 @@ class Study:
         return Grid(task=self.task, scale=self.scale, grids=grids)
 
     def runs(self, stage: str, grid: Options) -> list[Record]:
-        """Return the finished runs of a grid."""
-        found = self.read(stage)
+        """Return the finished runs of a grid. Trials with the same settings are final runs, too."""
+        found = self.read(stage) | (self.read("tune") if stage == "final" else {})
         return [found[key] for key in self.plan([grid]).cells if key in found]
+
+    def unfinished(self, stage: str, grids: list[Options]) -> list[Options]:
+        """Return a grid of one cell for each run that has no record."""
+        found = {record["id"] for grid in grids for record in self.runs(stage, grid)}
+        cells = self.plan(grids).cells
+        return [_cell(cells[key].to_dict()) for key in cells if key not in found]
 
     def tuning_grids(self, name: str) -> list[Options]:
         """Return the five trials of a method: three learning rates, and two other strengths."""
@@ -197,11 +203,9 @@ class Study:
             if not above:
                 continue
             best = max(above, key=lambda r: float(r["result"]["accuracy"]))["settings"]
-            options = {**best["options"], **({"target": level} if name in STEERED else {})}
-            options = {key: value for key, value in options.items() if value is not None}
-            grids[level] = _axes(
-                {"method": best["method"], **options, "lr": best["lr"], "seed": SEEDS}
-            )
+            grids[level] = {**_cell(best), "seed": list(SEEDS)}
+            if name in STEERED:
+                grids[level]["target"] = [level]
         return grids
 
     def ablation_grids(self) -> list[Options]:
@@ -243,6 +247,13 @@ def check(args: argparse.Namespace) -> int:
 def accuracies_on_test(runs: Iterable[Record]) -> list[float]:
     """Return the test accuracies of runs."""
     return [float(record["result"]["test_accuracy"]) for record in runs]
+
+
+def _cell(settings: Mapping[str, Any]) -> Options:
+    """Return the grid with only the run of these settings."""
+    options = {key: value for key, value in settings["options"].items() if value is not None}
+    shared = {key: settings[key] for key in ("method", "lr", "seed", "steps")}
+    return _axes({**shared, **options})
 
 
 def _axes(options: Mapping[str, Any]) -> dict[str, list[Any]]:
