@@ -30,6 +30,7 @@ study: $(VENV)/lab
 	$(VENV)/bin/python benchmarks/study.py final --workers $(WORKERS)
 	$(VENV)/bin/python benchmarks/study.py ablation --task shakespeare --scale quick --workers $(WORKERS)
 	$(VENV)/bin/python benchmarks/study.py contours --task shakespeare --scale quick --workers $(WORKERS)
+	$(VENV)/bin/python benchmarks/study_deploy.py
 	$(VENV)/bin/python benchmarks/study_report.py
 
 # Repeats a few runs of the study and compares them with the records: less than 15 minutes.
