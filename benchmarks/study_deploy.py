@@ -42,7 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     for task in args.task or TASKS:
         study = Study(task, "cpu")
-        if study.read("final"):
+        if study.path("final").exists():
             rows = [measure(study, name, level, args) for name, level in NETWORKS]
             lines = [json.dumps({**row, **provenance()}) + "\n" for row in rows]
             study.path("deploy").write_text("".join(lines))

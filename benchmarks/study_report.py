@@ -52,9 +52,9 @@ def main() -> None:
     with matplotlib.rc_context(drawing.FONTS):
         for task, scale in product(TASKS, SCALES):
             study = Study(task, scale)
-            if study.read("final"):
+            if study.path("final").exists():
                 drawing.save(draw_tradeoff(study), DOCS / "_static" / f"{_name(study)}.png")
-            if study.read("contours"):
+            if study.path("contours").exists():
                 path = DOCS / "_static" / f"{_name(study)}_contours.png"
                 drawing.save(draw_contours(study), path)
 
@@ -64,12 +64,12 @@ def tables() -> dict[str, str]:
     found = {}
     for task, scale in product(TASKS, SCALES):
         study = Study(task, scale)
-        if study.read("final"):
+        if study.path("final").exists():
             found[_name(study)] = accuracy_table(study)
             found[f"{_name(study)}_gaps"] = gap_table(study)
         if study.path("deploy").exists():
             found[f"{_name(study)}_deploy"] = deploy_table(study)
-        if study.read("ablation"):
+        if study.path("ablation").exists():
             found[f"{_name(study)}_ablation"] = ablation_table(study)
     return found
 
@@ -102,7 +102,7 @@ def ablation_table(study: Study) -> str:
     """Return the zeros and the accuracies of the variations."""
     rows = []
     for (name, _), grid in zip(ABLATION.items(), study.ablation_grids(), strict=True):
-        runs = study.runs("ablation", grid)
+        runs = study.runs(grid)
         if runs:
             zeros = 100 * statistics.mean(r["result"]["sparsity"] for r in runs)
             validation = statistics.mean(r["result"]["accuracy"] for r in runs)
@@ -140,7 +140,7 @@ def final_runs(study: Study, name: str) -> dict[float, list[Record]]:
     A method with a fixed strength may have a better setting at a higher level, which then also
     counts for the lower ones.
     """
-    found = {level: study.runs("final", grid) for level, grid in study.final_grids(name).items()}
+    found = {level: study.runs(grid) for level, grid in study.final_grids(name).items()}
     found = {level: runs for level, runs in found.items() if runs}
     if name in STEERED:
         return found
@@ -189,7 +189,7 @@ def draw_contours(study: Study) -> Figure:
     """Draw accuracy and sparsity over learning rate and lam, a column for each p."""
     runs = {
         (r["settings"]["options"]["p"], r["settings"]["options"]["lam"], r["settings"]["lr"]): r
-        for r in study.read("contours").values()
+        for r in study.runs(*study.contour_grids())
     }
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     grid = figure.subplots(2, len(CONTOUR_P), sharex=True, sharey=True)
