@@ -122,30 +122,28 @@ def main() -> None:
     for task in args.task or TASKS:
         study = Study(task, args.scale)
         if args.stage == "ablation":
-            run(study, "ablation", "all", study.ablation_grids(), args)
+            run(study, "ablation", study.ablation_grids(), args)
         elif args.stage == "contours":
-            run(study, "contours", "all", study.contour_grids(), args)
+            run(study, "contours", study.contour_grids(), args)
         else:
             for name in methods:
                 if args.stage == "tune":
-                    run(study, "tune", name, study.tuning_grids(name), args)
-                    run(study, "tune", name, study.candidates(name), args)
+                    run(study, "tune", study.tuning_grids(name), args)
+                    run(study, "tune", study.candidates(name), args)
                 else:
                     grids = study.final_grids(name, args.level or LEVELS)
-                    run(study, "final", name, list(grids.values()), args)
+                    run(study, "final", list(grids.values()), args)
 
 
-def run(study: Study, stage: str, name: str, grids: list[Options], args: Any) -> None:
+def run(study: Study, stage: str, grids: list[Options], args: Any) -> None:
     """Run the cells of a stage that have no records yet, and add their records."""
     grids = study.unfinished(grids)
     if not grids:
         return
-    label = "-".join(name.replace(",", "").replace("=", "").split())
-    folder = args.runs / f"{study.task}-{study.scale}-{stage}-{label}-{len(grids)}"
+    plan = study.plan(grids)
+    folder = args.runs / f"{study.task}-{study.scale}-{stage}-{plan.identity}"
     resume = (folder / "study.log").exists()
-    outcome = sweep(
-        study.plan(grids), folder, workers=args.workers, threads=1, resume=resume, console=Console()
-    )
+    outcome = sweep(plan, folder, workers=args.workers, threads=1, resume=resume, console=Console())
     new = {record["id"]: {**record, "command": command()} for record in outcome.records}
     path = study.path(stage)
     known = _by_id(path) | new
