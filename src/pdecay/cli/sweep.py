@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             retry_failed=args.retry_failed,
             console=console,
         )
-    except sweep.SweepStoppedError:
+    except (sweep.SweepStoppedError, KeyboardInterrupt):
         console.print("stopped; to continue, run the same command with --resume", soft_wrap=True)
         return 130
     return _report(console, outcome, out)

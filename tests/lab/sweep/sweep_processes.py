@@ -67,8 +67,9 @@ class Processes:
 def launch(line, command, log, path):
     sys.path[:] = path
     # This process was forked from a server that has imported everything: fork the workers from it.
-    server = multiprocessing.forkserver._forkserver
-    server.ensure_running = multiprocessing.resource_tracker.ensure_running
+    server = multiprocessing.forkserver
+    start = multiprocessing.resource_tracker.ensure_running
+    server.ensure_running = server._forkserver.ensure_running = start
     with open(log, "a", buffering=1) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -140,15 +141,7 @@ def test_ctrl_c_stops_with_checkpoints(sweep, tmp_path, cells, undisturbed, paus
     """Use a process group, as in a terminal, where the workers get the signal too."""
     pause(0.05)
     out = tmp_path / "sweep"
-    command = ["sweep", "digits", "--scale", "quick", "--cells", str(cells), "--workers", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pdecay", *command, "--out", str(out)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        process_group=0,
-    )
+    process = start_in_group("--cells", cells, "--workers", 2, "--out", out)
     wait_for_runs(out)
     os.killpg(process.pid, signal.SIGINT)
     shown, _ = process.communicate(timeout=300)
@@ -162,6 +155,58 @@ def test_ctrl_c_stops_with_checkpoints(sweep, tmp_path, cells, undisturbed, paus
     assert sum(resumed) >= 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sign", "delay"),
+    [("libtorch_cpu", 0), ("study.log", 0), ("forkserver", 0), ("forkserver", 1), ("runs", 0)],
+)
+def test_ctrl_c_at_the_start_ends_in_one_line(tmp_path, cells, sweep, sign, delay):
+    """Interrupt while the launcher imports, the server imports, and the first worker starts."""
+    out = tmp_path / "sweep"
+    process = start_in_group("--cells", cells, "--workers", 2, "--out", out)
+    signs = {
+        "libtorch_cpu": lambda: sign in Path(f"/proc/{process.pid}/maps").read_text(),
+        "study.log": lambda: (out / sign).exists(),
+        "forkserver": lambda: any(sign in command for command in commands(process.pid)),
+        "runs": lambda: (out / sign).exists(),
+    }
+    wait_until(signs[sign])
+    time.sleep(delay)
+    os.killpg(process.pid, signal.SIGINT)
+    shown, _ = process.communicate(timeout=300)  # waits for the workers' output too
+    assert process.returncode == 130, shown
+    lines = [line for line in shown.splitlines() if not line.startswith("stopping: ")]
+    assert lines in (
+        ["stopped; to continue, run the same command with --resume"],
+        ["pdecay sweep: error: interrupted"],
+    )
+    if delay:
+        assert sweep("--cells", cells, "--workers", 2, "--resume")[0] == 0
+
+
+def start_in_group(*args):
+    """Start a sweep in a process group, as in a terminal, where Ctrl-C reaches the workers too."""
+    command = ["sweep", "digits", "--scale", "quick", *map(str, args)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "pdecay", *command],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    )
+
+
+def commands(group):
+    """Return the command lines of the processes of a group."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(folder.name)) == group:
+                found.append((folder / "cmdline").read_text())
+    return found
+
+
 def test_sigterm_stops_with_checkpoints(processes, tmp_path, cells, pause):
     pause(0.05)
     out, log = tmp_path / "sweep", tmp_path / "log"
@@ -173,10 +218,14 @@ def test_sigterm_stops_with_checkpoints(processes, tmp_path, cells, pause):
 
 
 def wait_for_runs(out):
-    deadline = time.monotonic() + 300
-    while len(list(out.glob("runs/*/.lock"))) < 4 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(list(out.glob("runs/*/.lock"))) >= 4)
     time.sleep(0.2)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 300
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def check_stopped(out, shown):

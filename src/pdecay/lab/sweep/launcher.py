@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -179,10 +180,13 @@ class Launcher:
         self.look()
         thread = threading.Thread(target=self._watch, daemon=True)
         thread.start()
+        number = min(self._number, len(self.cells) - len(self.finished))
         notice = "stopping: the workers write checkpoints; press Ctrl-C again to stop at once"
-        with self._progress, stop_requests(lambda: self._say(notice)) as stopped:
-            try:
-                for _ in range(min(self._number, len(self.cells) - len(self.finished))):
+        try:
+            if number > 0:
+                self._start_worker()  # waits for the imports of the server; Ctrl-C interrupts it
+            with self._progress, stop_requests(lambda: self._say(notice)) as stopped:
+                for _ in range(1, number):
                     self._start_worker()
                 while thread.is_alive() and not stopped():
                     wait([process.sentinel for process, _ in self.workers.values()], timeout=0.5)
@@ -194,10 +198,10 @@ class Launcher:
                     del self.workers[pid]
                 self._stopping.set()
                 thread.join(timeout=10)  # a last look queues the cells of the stopped workers
-            finally:
-                self._stopping.set()
-                for process, _ in self.workers.values():
-                    process.kill()
+        finally:
+            self._stopping.set()
+            for process, _ in self.workers.values():
+                process.kill()
         if self._error is not None:
             raise self._error
         if len(self.finished) < len(self.cells):
@@ -212,6 +216,7 @@ class Launcher:
         # The server only imports: workers forked from it start fast and inherit no threads.
         # All torch optimizers import torch._dynamo.
         context.set_forkserver_preload([work.__module__, "torch._dynamo"])
+        _start_server()
         connection, theirs = context.Pipe()
         process = context.Process(target=work, args=(self._job, theirs))
         process.start()
@@ -334,6 +339,20 @@ class Launcher:
             path.write_text("\n".join(texts), encoding="utf-8")
         else:
             path.unlink(missing_ok=True)
+
+
+def _start_server() -> None:
+    """Start the process that forks the workers, if it does not run, with SIGINT blocked.
+
+    Ctrl-C in a terminal is sent to all processes and would interrupt its imports. The launcher
+    receives a signal that arrives meanwhile.
+    """
+    resource_tracker.ensure_running()  # here, because it unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _result(record: Record) -> str:
