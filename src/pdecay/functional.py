@@ -51,10 +51,9 @@ def padam(
         exp_avg_sqs: second moments, zeros before the first step.
         max_exp_avg_sqs: maxima of the second moments; may be empty without `amsgrad`.
         state_steps: step counts as tensors of one element, which are incremented.
-        decay: the penalty, an :class:`pdecay.Lp` or a sum of them; None for plain AdamW.
         lr: learning rate of the update and of the decay.
         beta1, beta2, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``.
-        foreach, fused, capturable: as in :class:`pdecay.PAdam`.
+        decay, foreach, fused, capturable: as in :class:`pdecay.PAdam`.
 
     Example:
         >>> from pdecay import Lp
@@ -92,14 +91,11 @@ def psgd(
     """Run one step of :class:`pdecay.PSGD` in place.
 
     Args:
-        params: the parameters.
-        grads: their gradients.
+        params, grads, lr: as in :func:`padam`.
         momentum_buffers: the momentum buffers; None in the list for a parameter that has none yet,
             which is replaced by a new buffer. May be empty without `momentum`.
-        decay: the penalty, an :class:`pdecay.Lp` or a sum of them; None for plain SGD.
-        lr: learning rate of the update and of the decay.
         momentum, dampening, nesterov, weight_decay, maximize: as in ``torch.optim.SGD``.
-        foreach, fused: as in :class:`pdecay.PSGD`.
+        decay, foreach, fused: as in :class:`pdecay.PSGD`.
 
     Example:
         >>> from pdecay import Lp

@@ -49,15 +49,15 @@ def attach(
     Args:
         optimizer: any ``torch.optim.Optimizer``. Wrappers that hold the real one as
             ``.optimizer`` are unwrapped.
-        decay: the penalty for groups that have no ``"decay"`` of their own: an :class:`Lp`, a sum
-            of them, or None. In such a group, tensors with fewer than two dimensions do not decay.
-        auxiliary: the update rule of s: ``Instant()`` (the default), ``Every(n)`` or
-            ``Slow(rate)``. The last two store one number for each weight and copy no weights.
+        decay: the penalty for groups that have no ``"decay"`` of their own; see `params` and
+            `decay` of :class:`PAdam`.
+        auxiliary: the update rule of s, as in :class:`PAdam`. ``Every`` and ``Slow`` store one
+            number for each weight and copy no weights.
         lr: the learning rate of the decay if it is not ``group["lr"]``: a number, or a function of
             the group for optimizers that adapt their step size, for instance
             ``lambda group: group["d"] * group["lr"]`` for Prodigy. It is called after the update.
-        fused: True computes the factor and multiplies in one pass; the relative error of its powers
-            is below 1e-5 (2e-6 * p for p > 5). False uses torch's own operations, exactly as
+        fused: True computes the factor and multiplies in one pass, with the relative error of
+            :class:`PAdam`. False uses torch's own operations, exactly as
             ``w.mul_(penalty.factor(w_old, lr))``. None uses the fused C kernel on the CPU.
         step: "decay" is the paper's step. "prox" is the exact proximal step of the penalty, which
             for p <= 1 sets weights below a threshold to zero. It copies no weights, and is slower.

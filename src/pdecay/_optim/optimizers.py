@@ -214,12 +214,8 @@ class PSGD(_Decaying, SGD):
         params: parameters, named parameters, or groups, as in :class:`PAdam`.
         lr, momentum, dampening, nesterov, weight_decay, maximize, foreach: as in
             ``torch.optim.SGD``; `weight_decay` is its L2 term, which is added to the gradient.
-        fused: as in :class:`PAdam`.
-        decay: the penalty, :class:`Lp` or a sum of them; None for plain SGD.
-        auxiliary: the update rule of s: ``Instant()`` (the default), ``Every(n)`` or
-            ``Slow(rate)``.
-        stochastic_rounding: round bfloat16 weights and their state up or down at random instead of
-            to the nearest number, so that small updates are not lost. Steps compute in float32.
+        decay, fused, auxiliary, stochastic_rounding: as in :class:`PAdam`; ``decay=None`` is plain
+            SGD.
 
     Example:
         >>> model = torch.nn.Linear(8, 4)

@@ -26,8 +26,7 @@ def freeze_zeros(optimizer: Optimizer | Sequence[Optimizer]) -> None:
     This sets ``group["decay_scale"]`` to a tiny positive number. Set it to 1 to decay again.
 
     Args:
-        optimizer: a PAdam, a PSGD, or any optimizer that ``pdecay.attach`` was called on, with
-            some p < 2; or a list of them.
+        optimizer: as in :class:`SparsityTarget`.
     """
     optimizers = decaying_list(optimizer, "freeze_zeros")
     for one in optimizers:

@@ -188,11 +188,10 @@ class GradualMagnitudePruning(_Pruning):
         optimizer: any ``torch.optim.Optimizer``.
         sparsity: the final share of zeros, at least 0 and below 1. If the training itself makes
             more zeros, as p-norm weight decay may, they are kept.
-        total_steps: the number of steps of the training.
-        every: the number of steps between two prunings; a hundredth of the training by default.
+        total_steps, every: as in :class:`MagnitudePruning`.
         start, end: the start and the end of the ramp, as shares of the training.
-        params: the parameters to prune; by default those with two or more dimensions that require
-            a gradient. Sharded parameters (DTensors) are ranked over all ranks of their mesh.
+        params: as in :class:`MagnitudePruning`. Sharded parameters (DTensors) are ranked over all
+            ranks of their mesh.
         rank: "magnitude" is the method of the literature; "adaptive" ranks in Adam's metric, as
             :class:`SparsityTarget` does.
 

@@ -132,9 +132,8 @@ class LamSchedule(_Schedule):
     """A piecewise linear multiplier of every lam, written to ``group["decay_scale"]``.
 
     Args:
-        optimizer: a PAdam, a PSGD, or any optimizer that ``pdecay.attach`` was called on.
+        optimizer, restart_every: as in :class:`PSchedule`.
         milestones: pairs (step, multiplier).
-        restart_every: the number of steps after which the schedule starts again.
 
     The decay follows the learning rate and its schedule, as in AdamW. To schedule it
     independently, set the group's ``"decay_lr"`` and schedule the multiplier.

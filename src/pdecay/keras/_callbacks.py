@@ -83,8 +83,7 @@ class SparsityTarget(SparsityLogger):
         target: the share of the decayed weights that must be zero, above 0 and below 1.
         total_steps: the number of optimizer steps of the whole training. The default is the number
             of batches and epochs that ``fit`` was given.
-        start, end: the start and the end of the ramp, as shares of `total_steps`. After the end,
-            the nonzero weights train without decay.
+        start, end: as in :class:`pdecay.SparsityTarget`.
     """
 
     def __init__(

@@ -67,8 +67,7 @@ def p_norm_decay(
             True decays. By default, tensors with fewer than two dimensions do not decay. Tensors
             that are all zero when the state is initialised never decay, because zero is a fixed
             point for p < 2.
-        auxiliary: the update rule of s: ``Instant()`` (the default), ``Every(n)`` or
-            ``Slow(rate)``.
+        auxiliary: the update rule of s, as in :class:`pdecay.PAdam`.
 
     Half-precision weights are computed in single precision. Their updates are single precision
     too: do not cast them back before ``optax.apply_updates``, which casts the sum.

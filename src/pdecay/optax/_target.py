@@ -58,11 +58,9 @@ def sparsity_target(
     lam: ``[(0.8, lambda t: jnp.where(t < 850, 1e-2, 0))]``.
 
     Args:
-        target: the final share of zeros, above 0 and below 1.
-        total_steps: the number of steps of the training.
-        start, end: the start and the end of the ramp, as shares of `total_steps`.
-        mask: the tensors that take part, as in :func:`p_norm_decay`. Tensors that are all zero
-            when the state is initialised are neither pruned nor counted.
+        target, total_steps, start, end: as in :class:`pdecay.SparsityTarget`.
+        mask: the tensors that take part, as in :func:`p_norm_decay`. The others are neither
+            pruned nor counted.
     """
     tx = _pruning(target, total_steps, start, end, is_adaptive=False)
     return masked_to_weights(tx, mask)

@@ -32,15 +32,12 @@ class BridgeClassifier(ClassifierMixin, BaseEstimator):
     its L2 penalty. The other arguments are those of :class:`BridgeRegressor`.
 
     Args:
-        p: the norm, a number >= 0.
-        lam: its strength, a number >= 0.
-        penalty: an :class:`pdecay.Lp` or a sum of them, instead of p and lam.
+        p, lam, penalty, warm_start: as in :class:`BridgeRegressor`.
         fit_intercept: whether to fit an intercept for each row; it is not penalised.
         n_starts: the number of starting points that are compared for p < 1, from 1 to 4.
         tol: the solver stops when no coordinate step is larger than `tol`, relative to the square
             root of twice the loss without features.
         max_iter: the largest number of Newton steps for each row, from one start.
-        warm_start: whether to start from the coefficients of the previous call of `fit`.
 
     Attributes:
         classes_: the class labels.
@@ -89,7 +86,7 @@ class BridgeClassifier(ClassifierMixin, BaseEstimator):
         """Fit the coefficients.
 
         Args:
-            X: the features, a dense array or a scipy sparse matrix of shape (n, d).
+            X: as in :meth:`BridgeRegressor.fit`.
             y: the class labels, (n,).
             sample_weight: weights of the samples, (n,); the mean loss is weighted by them.
         """

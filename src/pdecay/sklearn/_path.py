@@ -59,21 +59,14 @@ def bridge_path(
     Each solution is a start of the next one.
 
     Args:
-        X: the features, a dense array or a scipy sparse matrix of shape (n, d).
-        y: the targets, (n,).
-        p: the norm, a number >= 0.
-        penalty: an :class:`pdecay.Lp` or a sum of them, instead of p. The path multiplies it by
-            the values in `lams`.
+        X, y, sample_weight: as in :meth:`BridgeRegressor.fit`.
+        p, fit_intercept, n_starts, tol, max_iter: as in :class:`BridgeRegressor`.
+        penalty: a penalty instead of p. The path multiplies it by the values in `lams`.
         lams: the strengths. By default `n_lams` values from the smallest one at which zero is a
             fixed point of the solver (for p > 1: at which coefficients are small) down to `eps`
             times that value.
         n_lams: the number of strengths if `lams` is None.
         eps: the ratio of the smallest to the largest strength if `lams` is None.
-        sample_weight: weights of the samples, (n,).
-        fit_intercept: see :class:`BridgeRegressor`, as for the other arguments.
-        n_starts: the number of starting points that are compared for p < 1.
-        tol: the tolerance of the solver.
-        max_iter: the largest number of sweeps from one start.
 
     Example:
         >>> path = bridge_path(np.eye(3), [3.0, 2.0, 1.0], p=1, lams=[0.5, 0.1],
@@ -149,17 +142,12 @@ class BridgeRegressorCV(BridgeRegressor):
 
     Args:
         p: the norm, or a sequence of norms to choose from.
-        penalty: an :class:`pdecay.Lp` or a sum of them, instead of p; lam multiplies it.
-        lams: the strengths to choose from; by default `n_lams` values for each p, as in
-            :func:`bridge_path`.
-        n_lams: the number of strengths if `lams` is None.
-        eps: the ratio of the smallest to the largest strength if `lams` is None.
+        penalty: a penalty instead of p; lam multiplies it.
+        lams: the strengths to choose from; by default `n_lams` values for each p.
+        n_lams, eps: as in :func:`bridge_path`.
         cv: the folds: a number, a splitter or an iterable of splits; None means 5 folds.
         n_jobs: the number of processes, as in scikit-learn.
-        fit_intercept: see :class:`BridgeRegressor`, as for the remaining arguments.
-        n_starts: the number of starting points that are compared for p < 1.
-        tol: the tolerance of the solver.
-        max_iter: the largest number of sweeps from one start.
+        fit_intercept, n_starts, tol, max_iter: as in :class:`BridgeRegressor`.
 
     Attributes:
         p_: the chosen p (None with `penalty`).
@@ -200,8 +188,7 @@ class BridgeRegressorCV(BridgeRegressor):
         """Choose p and lam by cross-validation, then fit to all data.
 
         Args:
-            X: the features, a dense array or a scipy sparse matrix of shape (n, d).
-            y: the targets, (n,).
+            X, y: as in :meth:`BridgeRegressor.fit`.
             sample_weight: weights of the samples, (n,), in the fits and in the errors.
         """
         given: Any = self.p

@@ -59,10 +59,9 @@ def deploy(
     Args:
         model: the trained model; it is not changed. Only exact zeros count (see
             :func:`pdecay.prune_`).
-        example_inputs: a tensor, a tuple of arguments, a dict of keyword arguments, or a pair of
-            both, ``((x,), {"mask": mask})``, with the batch size of later use. The model's code
-            must take the same branches later. This is checked for one row and for twice the rows: a
-            version whose outputs differ there is not used, and the report says so.
+        example_inputs: as for :func:`pdecay.compact`, with the batch size of later use. The model's
+            code must take the same branches later. This is checked for one row and for twice the
+            rows: a version whose outputs differ there is not used, and the report says so.
         seconds: the most time for measurements, besides several runs of the model for compaction
             and checks. Measurements end earlier if repetitions agree.
             If they still vary at the end, because other processes use the processor, the report

@@ -24,11 +24,9 @@ class SparsityCallback(TrainerCallback):
     Args:
         target: the share of the decayed weights that must be zero at the end. The Trainer's
             optimizer must be a PAdam, a PSGD, or one that ``pdecay.attach`` was called on.
-        freeze: the share of the training after which zeros stay zero and the other weights train
-            without decay. 0 keeps the zeros of a sparse model from the start.
-        prune: at the end of the training, set weights with a smaller magnitude to zero. The last
-            checkpoint is written before; call ``trainer.save_model()`` after the training.
-        layers: whether to log each parameter besides the total.
+        freeze, layers: as in :class:`pdecay.integrations.lightning.SparsityCallback`.
+        prune: as there. The last checkpoint is written before; call ``trainer.save_model()`` after
+            the training.
         options: further arguments of :class:`pdecay.SparsityTarget`, for instance ``end=0.8``.
 
     Example::
