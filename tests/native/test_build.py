@@ -165,6 +165,49 @@ def test_unwritable_cache_falls_back_to_temporary_folder(tmp_path):
     assert list(scratch.iterdir()) == []  # no temporary files remain
 
 
+def test_user_without_home_creates_no_folder(tmp_path, monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "PDECAY_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 471147)  # a user that the system does not list
+    monkeypatch.chdir(tmp_path)
+    assert build._cache_folder() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_relative_cache_in_a_deleted_folder(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("PDECAY_CACHE", "cache")
+    assert build._cache_folder() is None
+
+
+def test_cache_that_cannot_be_written_is_read(filled, monkeypatch):
+    monkeypatch.setenv("PDECAY_CACHE", str(filled))
+
+    def read_only(*args):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "chmod", read_only)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    assert build._cache_folder() == filled / "kernels"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "large"])
+def test_other_objects_in_place_of_the_library(filled, tmp_path, kind):
+    (library,) = libraries(filled)
+    (tmp_path / "kernels").mkdir(mode=0o700)
+    path = tmp_path / "kernels" / library.name
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.touch(mode=0o700)
+        os.truncate(path, 1 << 36)  # more than the memory; without blocks on the disk
+    assert run(LOAD, tmp_path) == "loaded"
+
+
 def test_cache_permissions_are_restricted(tmp_path, monkeypatch):
     folder = tmp_path / "kernels"
     folder.mkdir()

@@ -135,14 +135,15 @@ def _load(name: str, threads: bool) -> ctypes.CDLL:
 def _open(path: Path) -> ctypes.CDLL | None:
     """Return the library in a private folder, or None if it is missing, damaged or not ours.
 
-    The file ends with its own digest, because loading a truncated library crashes (SIGBUS).
+    The file ends with its own digest, because loading a truncated library crashes (SIGBUS). The
+    read neither waits for a writer of a named pipe nor takes more than the size of a library.
     """
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             found = os.fstat(file.fileno())
             if found.st_uid != os.getuid() or found.st_mode & OTHERS_WRITE:
                 return None
-            content = file.read()
+            content = file.read(PROBE_SIZE)
         if hashlib.sha256(content[:-DIGEST_SIZE]).digest() != content[-DIGEST_SIZE:]:
             return None
         return ctypes.CDLL(str(path))
@@ -169,18 +170,24 @@ def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> c
                 flags = [*COMMON, *options, *_extra_flags()]
                 run([*compiler, *flags, "-c", source, "-o", object_file])
                 run([*compiler, "-shared", object_file, *link, "-lm", "-o", part])
-                ctypes.CDLL(part)  # check that all symbols resolve before others see it
-                content = Path(part).read_bytes()
-                with open(part, "ab") as file:
-                    file.write(hashlib.sha256(content).digest())
-                os.chmod(part, 0o700)
-                os.replace(part, path)
-                return ctypes.CDLL(str(path))
+                library = ctypes.CDLL(part)  # all symbols resolve: others may see it
+                with contextlib.suppress(OSError):  # such as a folder in its place
+                    _publish(part, path)
+                return library
             except KernelUnavailable as error:
                 reason = str(error)
             except OSError as error:
                 reason = _one_line(str(error))
     raise KernelUnavailable(f"cannot compile {name}.c: {reason}")
+
+
+def _publish(part: str, path: Path) -> None:
+    """Append a library's digest, and move it to its place in the cache."""
+    content = Path(part).read_bytes()
+    with open(part, "ab") as file:
+        file.write(hashlib.sha256(content).digest())
+    os.chmod(part, 0o700)
+    os.replace(part, path)
 
 
 def _attempts(runtime: str | None) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -294,23 +301,26 @@ def _processor() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """Return the folder of compiled kernels, or None if it is not private or not writable."""
+    """Return the folder of compiled kernels, or None if it is not private or cannot exist."""
     root = os.environ.get("PDECAY_CACHE")
     if not root:
-        caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        if not os.path.isabs(caches):  # a user without a home folder
+            return None
         root = os.path.join(caches, "pdecay")
-    folder = Path(os.path.realpath(root), "kernels")
     try:
+        folder = Path(os.path.realpath(root), "kernels")
         for path in (*reversed(folder.parents), folder):
             path.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
         if (
             stat.S_ISDIR(found.st_mode)
+            and found.st_mode & 0o077  # old, and open to others
             and found.st_uid == os.getuid()
             and _are_safe(folder.parents)
         ):
-            folder.chmod(0o700)  # it may be open to others, if it is old
-        return folder if _is_private(folder) and os.access(folder, os.W_OK | os.X_OK) else None
+            folder.chmod(0o700)
+        return folder if _is_private(folder) else None
     except OSError:
         return None
 

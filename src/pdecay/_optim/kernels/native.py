@@ -322,7 +322,8 @@ def _table_function() -> tuple[Callable[..., int], int]:
 
     The former is called with Python's lock held, because the latter needs it.
     """
-    function = ctypes.PyDLL(_library()._name).pdecay_table
+    library = _library()
+    function = ctypes.PyDLL(library._name, handle=library._handle).pdecay_table
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     function.argtypes = [pointer, integer, integer, pointer, pointer, pointer]
     return function, _describer()
