@@ -95,6 +95,7 @@ def sgd_step_(
                 **_numbers(hyper),
             )
         else:
+            _check_buffers(params, buffers)
             torch_sgd(
                 *(params, grads, buffers),
                 foreach=batch.foreach,
@@ -112,6 +113,16 @@ def sgd_step_(
         elementwise=3 if has_momentum else 2,
         allow_kernels=not has_sparse_grad,
     )
+
+
+def _check_buffers(params: list[Tensor], buffers: list[Tensor | None]) -> None:
+    """Raise for momentum without values: torch would drop the update without an error."""
+    for param, buffer in zip(params, buffers, strict=bool(buffers)):
+        if buffer is not None and buffer.is_meta and not param.is_meta:
+            raise RuntimeError(
+                f"the momentum buffer of a parameter on {param.device} is on the meta device and "
+                "has no values: load the optimizer's state, or delete it to start again"
+            )
 
 
 def _numbers(hyper: dict[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,27 @@ def test_every_operation_has_a_rule(name, seed):
         assert unknown == ()
 
 
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_recurrent_layers_that_transpose_in_place(kind):
+    torch.manual_seed(0)
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before = nn.Linear(5, 4)
+            self.inner = kind(4, 6, batch_first=True)
+            self.after = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+
+        def forward(self, x):
+            return self.after(self.inner(self.before(x))[0])
+
+    model, x = Network().eval(), torch.randn(2, 3, 5)
+    model.after[2].weight.data[:, :3] = 0
+    smaller = compact(model, x)
+    assert smaller.after[0].weight.shape == (5, 6)
+    torch.testing.assert_close(smaller(x), model(x))
+
+
 def zero(model: nn.Module, parameter: str, index) -> None:
     with torch.no_grad():
         model.get_parameter(parameter)[index] = 0

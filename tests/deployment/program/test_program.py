@@ -195,6 +195,11 @@ def test_malicious_programs_are_rejected():
         ["aten.from_file.default", ["/etc/passwd"], {}],
         ["aten.__class__.mro", [], {}],
         ["torch.load", ["x"], {}],
+        ["aten.max_pool2d_with_indices_backward.default", [], {}],
+        ["aten._sparse_coo_tensor_unsafe.default", [], {}],
+        ["aten._convert_indices_from_coo_to_csr.default", [], {}],
+        ["aten.set_.source_Tensor", [], {}],
+        ["aten.add.out", [], {}],
         [call[0], [{"n": 99}], {}],
         [call[0], [{"dtype": "load"}], {}],
         [call[0], call[1], {"a=print(1)": 1}],
@@ -212,8 +217,13 @@ def test_malicious_programs_are_rejected():
         restore(captured.program, captured.tensors, 10)
     with pytest.raises(ValueError, match="damaged"):
         restore(b"nonsense", captured.tensors, 10**6)
-    with pytest.raises(ValueError, match="damaged"):
-        restore(_changed(captured.program, calls=3), captured.tensors, 10**6)
+    deep: list[object] = []
+    for _ in range(900):
+        deep = [deep]
+    damaged = [3, [[*call[:2], {"class": 1}]], [[call[0], [{"device": "x"}], {}]]]
+    for calls in (*damaged, [[call[0], deep, {}]]):
+        with pytest.raises(ValueError, match="damaged"):
+            restore(_changed(captured.program, calls=calls), captured.tensors, 10**6)
 
 
 def test_damaged_program_in_a_file(tmp_path):

@@ -124,6 +124,7 @@ def test_params_fit_their_distributions(chosen):
         ({}, "name at least one method"),
         ({"method": ["padam"], "lam": []}, "lam has no values"),
         ({"method": ["pdam"]}, "there is no method 'pdam'; choose from adamw, padam"),
+        ({"method": [0.5]}, "there is no method '0.5'"),
         ({"method": ["adamw"], "p": [0.8]}, "option 'p': adamw has weight_decay"),
         ({"method": ["padam"], "p": [-1.0]}, "p must be"),
         ({"method": ["padam"], "lr": [0.0]}, "lr must be above 0"),

@@ -173,8 +173,9 @@ def test_invalid_record_is_reported_with_file_and_line(tmp_path, bad, message):
         "<html>",
         "[" * 100_000,
         '{"a":' * 500 + "1" + "}" * 500,
+        '{"name": "\\ud800"}',
     ],
-    ids=["cut", "NaN", "infinite", "HTML", "deep", "deep but valid"],
+    ids=["cut", "NaN", "infinite", "HTML", "deep", "deep but valid", "surrogate"],
 )
 def test_truncated_line_is_reported(tmp_path, text):
     (tmp_path / "some.jsonl").write_text(text)

@@ -202,6 +202,13 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         values, named = tree_map(self._lookup, (args, kwargs))
+        if torch.Tag.inplace_view in op.tags:
+            # Such as transpose_ in torch's GRU: record it as transpose, which returns a new value.
+            values[0].tensor = values[0].tensor.detach()  # keeps its shape
+            result = op(*args, **kwargs)
+            made = [self._add(Value(result), result)]
+            self.calls.append(Call(_out_of_place(op), values, named, made, tuple(self._running)))
+            return result
         result = op(*args, **kwargs)
         outs = [out for out in tree_flatten(result)[0] if isinstance(out, Tensor)]
         if op._schema.is_mutable:
@@ -250,6 +257,15 @@ class _Recorder(TorchDispatchMode):
         self.values.append(value)
         self._value_of[id(tensor)] = value
         return value
+
+
+def _out_of_place(op: OpOverload) -> OpOverload:
+    """Return the operation that returns a view instead of changing its argument."""
+    packet = getattr(torch.ops.aten, op.overloadpacket.__name__.removesuffix("_"))
+    found = (getattr(packet, name) for name in packet.overloads())
+    kinds = [str(argument.type) for argument in op._schema.arguments]
+    same = (one for one in found if [str(a.type) for a in one._schema.arguments] == kinds)
+    return next(same, op)
 
 
 def _storage(value: Value) -> int:

@@ -42,6 +42,20 @@ _TORCH_CONSTANTS = {
     "memory_format": torch.memory_format,
 }
 _OPERATOR = re.compile(r"aten\.([A-Za-z]\w*|_[A-Za-z]\w*)\.(\w+)")
+# Operators that trust their arguments: with wrong ones, they crash or access foreign memory. No
+# model in eval mode calls them.
+_UNCHECKED = re.compile(r"backward|sparse|nested|mkldnn|cudnn|miopen|fbgemm|quantized|resize|^set_")
+# Private operators check less than public ones. These are the ones that torch.export records.
+_PRIVATE = frozenset(
+    (
+        *("_to_copy", "_assert_scalar", "_assert_tensor_metadata", "_assert_async", "_conj"),
+        *("_neg_view", "_unsafe_view", "_unsafe_index", "_local_scalar_dense", "_weight_norm"),
+        *("_softmax", "_log_softmax", "_safe_softmax", "_shape_as_tensor", "_trilinear"),
+        *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_cdist_forward", "_embedding_bag"),
+        *("_pack_padded_sequence", "_pad_packed_sequence", "_native_multi_head_attention"),
+        *("_transformer_encoder_layer_fwd", "_euclidean_dist", "_is_all_true", "_is_any_true"),
+    )
+)
 
 
 def operator_name(target: object) -> str:
@@ -69,9 +83,12 @@ def _find(name: str) -> OpOverload | None:
     found = getattr(packet, match[2], None) if match else None
     if not isinstance(found, OpOverload):
         return None
+    name = found.overloadpacket.__name__
+    if _UNCHECKED.search(name) or (name.startswith("_") and name not in _PRIVATE):
+        return None
     # Operators such as from_file access files.
-    touches_files = any(argument.name == "filename" for argument in found._schema.arguments)
-    return None if touches_files else found
+    arguments = found._schema.arguments
+    return None if any(one.name == "filename" or one.is_out for one in arguments) else found
 
 
 def encode(value: object, numbers: Mapping[fx.Node, int]) -> Any:

@@ -67,7 +67,7 @@ def restore(program: bytes, tensors: Mapping[str, Tensor], max_bytes: int) -> Sa
             )
         graph = _Builder(content, tensors).build()
         return SavedModel(graph, content["inputs"], content["outputs"], bool(content["free_batch"]))
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, AttributeError, RuntimeError, SyntaxError) as error:
         raise ValueError(f"the program is damaged: {type(error).__name__}: {error}") from error
 
 

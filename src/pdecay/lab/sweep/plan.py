@@ -116,7 +116,7 @@ def check_axes(axes: Axes) -> None:
     if not axes.get("method"):
         raise SweepError("name at least one method")
     try:
-        known = {name: methods.options_of(methods.find(name)) for name in axes["method"]}
+        known = {name: methods.options_of(methods.find(str(name))) for name in axes["method"]}
     except ValueError as error:
         raise SweepError(str(error)) from None
     for name, values in axes.items():

@@ -151,6 +151,7 @@ def _read_file(path: Path) -> list[Record]:
             record = json.loads(line, parse_constant=_refuse, parse_float=_finite)
             if _is_deeper(record, _MAX_DEPTH):
                 raise ValueError(f"more than {_MAX_DEPTH} levels of brackets")
+            json.dumps(record, ensure_ascii=False).encode()  # raises for unpaired surrogates
         except (ValueError, RecursionError) as error:
             raise RecordError(
                 f"{path}, line {number} is not JSON ({error}): it was truncated or altered; remove "
