@@ -62,6 +62,10 @@ def padam(model):
     return PAdam(param_groups(model), lr=1e-2, decay=DECAY)
 
 
+def adaptive(model):
+    return PAdam(param_groups(model), lr=1e-2, decay=Lp(0.8, 0.05), metric="adaptive")
+
+
 def psgd(model):
     return PSGD(param_groups(model), lr=0.1, momentum=0.9, decay=DECAY)
 
@@ -289,6 +293,19 @@ def check_training(folder):
             raise AssertionError(f"{name}: {error}") from error
 
 
+def check_metric(folder):
+    """The decay in Adam's metric uses the mean over all ranks."""
+    for spread in (ddp_4, fsdp_2, fsdp_4, hsdp, tp_2, fsdp_tp):
+        alone, model = build(torch.float64), spread(build(torch.float64))
+        optimizer, together = adaptive(alone), adaptive(model)
+        train(alone, optimizer)
+        train(model, together)
+        for group, other in zip(optimizer.param_groups, together.param_groups, strict=True):
+            assert abs(group["metric_mean"] - other["metric_mean"]) < 1e-12, spread.__name__
+        assert optimizer.param_groups[0]["metric_mean"] > 0
+        assert_equal(model, alone, 1e-9)
+
+
 def check_zero(folder):
     """ZeRO with bare parameters decays no biases; a checkpoint continues the ramp exactly."""
     alone, model = build(), ddp_4(build())
@@ -340,7 +357,7 @@ def check_fsdp1(folder):
 
 def check_distributed_checkpoint(folder):
     """A checkpoint of four ranks continues exactly on two ranks and on one."""
-    for make, stop in ((padam, 6), (psgd, 13)):  # the ramp ends after step 12
+    for make, stop in ((padam, 6), (adaptive, 6), (psgd, 13)):  # the ramp ends after step 12
         model = fsdp_4(build())
         optimizer = make(model)
         target = SparsityTarget(optimizer, 0.75, STEPS)

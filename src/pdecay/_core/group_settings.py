@@ -13,6 +13,9 @@ plain numbers, so that ``torch.load(weights_only=True)`` accepts them:
                               contains biases and norms, which must not decay
     group["decay_auxiliary"]  [n, rate, start], the update rule of s (see auxiliary.py); [] for
                               Instant
+    group["metric"]           PAdam only: "magnitude", or "adaptive" for the decay in Adam's metric
+    group["metric_mean"]      PAdam only: the mean of Adam's denominators (see adam_metric.py); 0.0
+                              if it is not known yet
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 from torch.nn import Module
@@ -32,6 +35,7 @@ from pdecay._core.tensors import is_tracing
 from pdecay._core.validation import check_number
 
 Group = dict[str, Any]
+Metric = Literal["magnitude", "adaptive"]
 DECAY_KEYS = ("decay", "decay_scale", "decay_lr", "decay_1d", "decay_auxiliary")
 
 
@@ -41,6 +45,7 @@ class Defaults:
 
     penalty: Penalty | None
     auxiliary: list[float] = field(default_factory=list)
+    metric: str | None = None  # None for optimizers other than PAdam
 
 
 def write_settings(group: Group, defaults: Defaults) -> None:
@@ -60,13 +65,18 @@ def write_settings(group: Group, defaults: Defaults) -> None:
     check_not_differentiable(group)
     if not isinstance(one_d, bool):
         raise TypeError(f"decay_1d must be True or False, got {one_d!r}")
-    plain = {
+    plain: Group = {
         "decay": penalty.pairs() if penalty is not None else [],
         "decay_scale": _checked_scale(scale, group.get("params", ())),
         "decay_lr": None if lr is None else check_number("decay_lr", lr),
         "decay_1d": one_d,
         "decay_auxiliary": as_plain(group.get("decay_auxiliary", defaults.auxiliary)),
     }
+    metric = group.get("metric", defaults.metric)
+    if defaults.metric is not None:
+        check_metric(metric, plain["decay_auxiliary"])
+        mean = check_number("metric_mean", group.get("metric_mean", 0.0))
+        plain |= {"metric": metric, "metric_mean": mean}
     group.update(plain)
 
 
@@ -167,15 +177,28 @@ def complete_checkpoint(state_dict: dict[str, Any], groups: list[Group]) -> dict
         return state_dict  # torch raises a clear error for this
     filled = []
     for index, (saved, current) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
-        merged = {**{key: current[key] for key in DECAY_KEYS if key in current}, **saved}
+        keys = [key for key in (*DECAY_KEYS, "metric") if key in current]
+        merged = {**{key: current[key] for key in keys}, **saved}
         try:
-            write_settings(merged, Defaults(None))
+            write_settings(merged, Defaults(None, metric=current.get("metric")))
         except (TypeError, ValueError) as error:
             raise type(error)(
                 f"the checkpoint has an invalid decay setting in parameter group {index}: {error}"
             ) from None
         filled.append(merged)
     return {**state_dict, "param_groups": filled}
+
+
+def check_metric(metric: object, auxiliary: Sequence[float] = ()) -> None:
+    """Raise ValueError unless this is the name of a metric that the auxiliary variable supports."""
+    if metric not in get_args(Metric):
+        names = " or ".join(f'"{name}"' for name in get_args(Metric))
+        raise ValueError(f"metric must be {names}, got {metric!r}")
+    if metric == "adaptive" and auxiliary:
+        raise ValueError(
+            'metric="adaptive" supports no slow auxiliary variable: auxiliary must be Instant() or '
+            f"None, got [n, rate, start] = {list(auxiliary)}"
+        )
 
 
 def _is_default(decay: object, defaults: Defaults) -> bool:

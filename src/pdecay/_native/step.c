@@ -24,14 +24,14 @@
 enum { STREAMS = 5, BLOCK = 1024 };                /* 1024 weights: 4 kB a stream in float */
 enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };      /* as in native.py */
 enum { DONE, BAD_DTYPE, NO_MEMORY };
-enum { FLAT, P_0, P_HALF, P_1, P_3_2, FITTED, POWER, TWO_POWERS, POWERS, READY };     /* see decay.h, update.h */
+enum { FLAT, P_0, P_HALF, P_1, P_3_2, FITTED, POWER, TWO_POWERS, POWERS, READY, LATER };     /* see decay.h, update.h */
 
 /* The streams of each step. */
 enum { WEIGHT, GRADIENT, AVERAGE, SQUARE, LARGEST_SQUARE };     /* Adam */
 enum { BUFFER = 2 };                                            /* SGD: weight, gradient, momentum buffer */
 enum { OLD_WEIGHT = 1 };                                        /* decay: weight, weight before the update */
 
-typedef struct { double lr, beta1, beta2, eps, weight_decay; int maximize; } adam_settings;
+typedef struct { double lr, beta1, beta2, eps, weight_decay, per_mean; int maximize; } adam_settings;
 typedef struct { double lr, momentum, dampening, weight_decay; int nesterov, maximize; } sgd_settings;
 
 /* Weights that decay to zero pass through denormal numbers, and so do the averages of dead units. On x86,
@@ -165,9 +165,9 @@ static void narrow(int dtype, const float *from, void *to, int64_t n)
 static void run_f32(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
     const double *scalars = job->scalars ? job->scalars + 2 * tensor : NULL;
-    float factor[BLOCK];
+    float factor[BLOCK], length[BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
-        block_f32 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
+        block_f32 block = { .factor = factor, .length = length, .n = end - at < BLOCK ? end - at : BLOCK };
         for (int s = 0; s < job->streams; s++)
             block.stream[s] = (float *)job->call->data[s * job->call->tensors + tensor] + at;
         job->update_f32(job->settings, &job->decay_f32[job->plan_of[tensor]], scalars, block);
@@ -177,9 +177,9 @@ static void run_f32(const job *job, int64_t tensor, int64_t begin, int64_t end)
 static void run_f64(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
     const double *scalars = job->scalars ? job->scalars + 2 * tensor : NULL;
-    double factor[BLOCK];
+    double factor[BLOCK], length[BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
-        block_f64 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
+        block_f64 block = { .factor = factor, .length = length, .n = end - at < BLOCK ? end - at : BLOCK };
         for (int s = 0; s < job->streams; s++)
             block.stream[s] = (double *)job->call->data[s * job->call->tensors + tensor] + at;
         job->update_f64(job->settings, &job->decay_f64[job->plan_of[tensor]], scalars, block);
@@ -190,9 +190,9 @@ static void run_half(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
     const double *scalars = job->scalars ? job->scalars + 2 * tensor : NULL;
     const call *call = job->call;
-    float factor[BLOCK], wide[STREAMS][BLOCK];
+    float factor[BLOCK], length[BLOCK], wide[STREAMS][BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
-        block_f32 block = { .factor = factor, .n = end - at < BLOCK ? end - at : BLOCK };
+        block_f32 block = { .factor = factor, .length = length, .n = end - at < BLOCK ? end - at : BLOCK };
         for (int s = 0; s < job->streams; s++) {
             block.stream[s] = wide[s];
             widen(call->dtype, (uint16_t *)call->data[s * call->tensors + tensor] + at, wide[s], block.n);
@@ -294,10 +294,11 @@ no_memory:
 
 /* ---- the interface that native.py calls ---- */
 
+/* `per_mean`: 1 / the mean of Adam's denominators for the decay in Adam's metric; 0 for the decay by magnitude. */
 int pdecay_adam(const call *call, void *const *steps, int double_steps, double lr, double beta1, double beta2,
-                double eps, double weight_decay, int amsgrad, int maximize)
+                double eps, double weight_decay, int amsgrad, int maximize, double per_mean)
 {
-    adam_settings settings = { lr, beta1, beta2, eps, weight_decay, maximize };
+    adam_settings settings = { lr, beta1, beta2, eps, weight_decay, per_mean, maximize };
     /* Flushing second moments to zero is harmless only if eps is far above the root of the smallest normal number:
      * with eps = 0, a small gradient would be divided by zero. */
     const double smallest_eps = call->dtype == FLOAT64 ? 1e-145 : 1e-15;

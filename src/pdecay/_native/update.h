@@ -1,15 +1,15 @@
 /* The optimizers' own updates of a block of weights, times the factor of decay.h.
  *
  * Included once for REAL = float and once for REAL = double (see step.c). A loop either computes the factor
- * itself, with `form` (see decay.h) known at compile time, or reads it from block.factor, which an earlier loop
- * has filled (form READY). The first is faster, since arithmetic overlaps with memory access. With both, memory is
- * read once, since a block fits into the L1 cache. Only the common settings have a loop for each form, to keep the
- * compile time short.
+ * itself, with `form` (see decay.h) known at compile time, or leaves it to other loops: SGD reads it from block.factor
+ * (form READY), Adam writes w_tilde and block.length (form LATER). The first is faster, since arithmetic overlaps with
+ * memory access. With all, memory is read once, since a block fits into the L1 cache. Only the common settings have a
+ * loop for each form, to keep the compile time short.
  */
 
 typedef struct {
     REAL *stream[STREAMS];
-    REAL *factor;               /* buffer for the factors of the block */
+    REAL *factor, *length;      /* buffers for the factors of the block and the numbers that they are computed from */
     int64_t n;
 } NAME(block);
 
@@ -17,18 +17,22 @@ typedef struct {
  * 0 without decay. */
 INLINE REAL NAME(flush)(REAL w, REAL tiny) { return FABS(w) < tiny ? 0 : w; }
 
+/* With `adaptive`, the decay acts on the length of a weight in Adam's metric: |w| times the root of Adam's denominator,
+ * relative to the mean denominator. */
 INLINE void NAME(adam_loop)(const adam_settings *adam, const NAME(decay) *rule, const double *tensor,
-                            NAME(block) block, int amsgrad, int form)
+                            NAME(block) block, int amsgrad, int adaptive, int form)
 {
     const NAME(decay) decay = *rule;
     const REAL beta1 = (REAL)adam->beta1, new1 = (REAL)(adam->maximize ? adam->beta1 - 1 : 1 - adam->beta1);
     const REAL beta2 = (REAL)adam->beta2, new2 = (REAL)(1 - adam->beta2);
-    const REAL eps = (REAL)adam->eps, per_root = (REAL)tensor[1], tiny = decay.tiny;
-    const double flat = form == READY ? 1 : decay.flat;
+    const REAL eps = (REAL)adam->eps, per_root = (REAL)tensor[1], per_mean = (REAL)adam->per_mean;
+    const REAL tiny = decay.tiny;
+    const double flat = form == LATER ? 1 : decay.flat;
     const REAL keep = (REAL)((1 - adam->lr * adam->weight_decay) * flat), step_size = (REAL)(tensor[0] * flat);
     REAL *restrict w = block.stream[WEIGHT], *restrict m = block.stream[AVERAGE];
     REAL *restrict v = block.stream[SQUARE], *restrict largest = block.stream[LARGEST_SQUARE];
-    const REAL *restrict grad = block.stream[GRADIENT], *restrict factor = block.factor;
+    REAL *restrict length = block.length;
+    const REAL *restrict grad = block.stream[GRADIENT];
     for (int64_t i = 0; i < block.n; i++) {
         REAL g = grad[i];
         REAL average = beta1 * m[i] + new1 * g;
@@ -40,9 +44,15 @@ INLINE void NAME(adam_loop)(const adam_settings *adam, const NAME(decay) *rule, 
             square = before > square ? before : square;
             largest[i] = square;
         }
-        REAL w_tilde = keep * w[i] - step_size * average / (SQRT(square) * per_root + eps);
-        REAL shrink = form == READY ? factor[i] : NAME(factor_of)(&decay, form, w[i]);
-        w[i] = NAME(flush)(w_tilde * shrink, tiny);
+        REAL denominator = SQRT(square) * per_root + eps;
+        REAL w_tilde = keep * w[i] - step_size * average / denominator;
+        REAL old = adaptive ? w[i] * SQRT(denominator * per_mean) : w[i];
+        if (form == LATER) {
+            length[i] = old;
+            w[i] = w_tilde;
+        } else {
+            w[i] = NAME(flush)(w_tilde * NAME(factor_of)(&decay, form, old), tiny);
+        }
     }
 }
 
@@ -82,19 +92,36 @@ INLINE void NAME(sgd_loop)(const sgd_settings *sgd, const NAME(decay) *rule, NAM
     case TWO_POWERS: LOOP(TWO_POWERS); return; \
     }
 
+/* Multiply updated weights by the factors of block.length. */
+static void NAME(multiply)(const NAME(decay) *decay, NAME(block) block)
+{
+    REAL *restrict w = block.stream[WEIGHT];
+    const REAL *restrict factor = block.factor;
+    const REAL tiny = decay->tiny;
+    NAME(factor_block)(decay, block.length, block.factor, block.n);
+    for (int64_t i = 0; i < block.n; i++) w[i] = NAME(flush)(w[i] * factor[i], tiny);
+}
+
 static void NAME(adam)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
-#define LOOP(FORM) NAME(adam_loop)(settings, decay, tensor, block, 0, FORM)
-    if (IS_FLOAT) RETURN_IF_SPECIALISED(LOOP)
-    NAME(factor_block)(decay, block.stream[WEIGHT], block.factor, block.n);
-    LOOP(READY);
+    const int adaptive = ((const adam_settings *)settings)->per_mean > 0;
+#define LOOP(FORM) NAME(adam_loop)(settings, decay, tensor, block, 0, 0, FORM)
+#define ADAPTIVE_LOOP(FORM) NAME(adam_loop)(settings, decay, tensor, block, 0, 1, FORM)
+    if (IS_FLOAT && adaptive) RETURN_IF_SPECIALISED(ADAPTIVE_LOOP)
+    else if (IS_FLOAT) RETURN_IF_SPECIALISED(LOOP)
+    if (adaptive) ADAPTIVE_LOOP(LATER);
+    else LOOP(LATER);
+    NAME(multiply)(decay, block);
+#undef ADAPTIVE_LOOP
 #undef LOOP
 }
 
 static void NAME(amsgrad)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
-    NAME(factor_block)(decay, block.stream[WEIGHT], block.factor, block.n);
-    NAME(adam_loop)(settings, decay, tensor, block, 1, READY);
+    const int adaptive = ((const adam_settings *)settings)->per_mean > 0;
+    if (adaptive) NAME(adam_loop)(settings, decay, tensor, block, 1, 1, LATER);
+    else NAME(adam_loop)(settings, decay, tensor, block, 1, 0, LATER);
+    NAME(multiply)(decay, block);
 }
 
 static void NAME(sgd)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
@@ -117,9 +144,8 @@ static void NAME(decay_only)(const void *settings, const NAME(decay) *decay, con
 {
     (void)settings, (void)tensor;
     if (!decay->tiny) return;
-    NAME(factor_block)(decay, block.stream[OLD_WEIGHT], block.factor, block.n);
-    REAL *restrict w = block.stream[WEIGHT];
-    for (int64_t i = 0; i < block.n; i++) w[i] = NAME(flush)(w[i] * block.factor[i], SMALLEST);
+    block.length = block.stream[OLD_WEIGHT];
+    NAME(multiply)(decay, block);
 }
 
 static void NAME(copy_only)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)

@@ -46,6 +46,7 @@ def update_and_decay_(
     *,
     elementwise: int,
     allow_kernels: bool = True,
+    measure: Callable[[DecayBatch], list[Tensor]] | None = None,
 ) -> None:
     """Run one step of a group's parameters: the optimizer's own update, then the decay.
 
@@ -59,10 +60,13 @@ def update_and_decay_(
         state: the optimizer's state.
         elementwise: the number of leading streams with one number for each weight.
         allow_kernels: whether fused kernels may be used.
+        measure: returns the lengths of a batch's weights, from which the decay is computed; their
+            magnitudes by default.
     """
     fused = _fused(group) if allow_kernels else False
     for batch in make_batches(streams, group, rate, fused, elementwise):
-        factors = batch.factors(batch.params)  # from w_old; empty if a kernel decays
+        # From w_old; empty if a kernel decays.
+        factors = batch.factors(measure(batch) if measure and batch.has_factors else batch.params)
         update(batch, *(batch.select(stream) for stream in streams))  # w_old -> w_tilde
         multiply_(batch.params, factors, foreach=batch.foreach)  # w = w_tilde * factor(w_old)
         batch.decay_at_anchors_(state)
@@ -92,9 +96,14 @@ class DecayBatch:
         """The (p, lam) pairs for a fused kernel; empty if anchors decay the weights."""
         return [] if self.penalty is None or self.auxiliary else self.penalty.pairs()
 
+    @property
+    def has_factors(self) -> bool:
+        """Whether the weights are multiplied by factors, and no kernel or anchors decay them."""
+        return self.penalty is not None and not self.auxiliary and self.kernel is None
+
     def factors(self, w_old: list[Tensor]) -> list[Tensor]:
         """Return the decay factors; an empty list if a kernel or anchors decay the weights."""
-        if self.penalty is None or self.auxiliary or self.kernel is not None:
+        if self.penalty is None or not self.has_factors:
             return []
         return decay_factors(w_old, self.penalty, self.rate, foreach=self.foreach)
 

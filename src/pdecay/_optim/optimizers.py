@@ -21,6 +21,8 @@ from pdecay._core.auxiliary import Auxiliary, as_plain
 from pdecay._core.group_settings import (
     Defaults,
     Group,
+    Metric,
+    check_metric,
     check_not_differentiable,
     complete_checkpoint,
     group_with_settings,
@@ -29,6 +31,7 @@ from pdecay._core.group_settings import (
 from pdecay._core.parameters import warn_of_frozen
 from pdecay._core.penalty import Decay, Lp, Penalty, as_penalty
 from pdecay._core.validation import check_number
+from pdecay._optim.adam_metric import metric_mean
 from pdecay._optim.engine import check_scalar, decay_rate
 from pdecay._optim.rounding import State, Streams, run_rounded
 from pdecay._optim.steps import adam_step_, sgd_step_
@@ -94,7 +97,8 @@ class _Decaying(Optimizer):
     def _defaults(self) -> Defaults:
         """Return the defaults for new groups, from ``self.defaults``, which deepcopy preserves."""
         penalty = as_penalty(self.defaults.get("decay"))
-        return Defaults(penalty, self.defaults.get("decay_auxiliary", []))
+        auxiliary = self.defaults.get("decay_auxiliary", [])
+        return Defaults(penalty, auxiliary, self.defaults.get("metric"))
 
     def _finish_init(
         self,
@@ -114,6 +118,8 @@ class _Decaying(Optimizer):
             group.setdefault("stochastic_rounding", stochastic_rounding)
         self.defaults["decay"] = defaults.penalty.pairs() if defaults.penalty else []
         self.defaults["decay_auxiliary"] = defaults.auxiliary
+        if defaults.metric is not None:
+            self.defaults["metric"] = defaults.metric
         warn_of_frozen(self)
 
 
@@ -138,6 +144,13 @@ class PAdam(_Decaying, AdamW):
             pairs, as in configuration files, is accepted, too.
         auxiliary: the update rule of s: ``Instant()`` (the default), ``Every(n)`` or
             ``Slow(rate)``.
+        metric: how the decay measures a weight. "magnitude" is the paper's ``|w_old|``. "adaptive"
+            is its length in Adam's own metric, ``|c * w_old|`` with ``c = sqrt(d / mean(d))`` and
+            Adam's denominator ``d = sqrt(v_hat) + eps`` of this step. A weight with small gradients
+            then decays faster than one of equal size with large gradients. The mean, over the
+            decayed weights of the group, makes lam comparable with "magnitude". It is computed at
+            the steps 1, 2, 4, ..., 32 and at every 64th. A weight that never had a gradient soon
+            becomes zero. A group may have its own ``"metric"``.
         stochastic_rounding: round bfloat16 weights and their state up or down at random instead of
             to the nearest number, so that small updates are not lost. Steps compute in float32.
 
@@ -167,9 +180,11 @@ class PAdam(_Decaying, AdamW):
         fused: bool | None = None,
         capturable: bool = False,
         auxiliary: Auxiliary | None = None,
+        metric: Metric = "magnitude",
         stochastic_rounding: bool = False,
     ) -> None:
-        defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
+        check_metric(metric)
+        defaults = Defaults(as_penalty(decay), as_plain(auxiliary), metric)
         super().__init__(
             groups_with_settings(params, defaults),
             check_scalar("lr", lr),
@@ -193,9 +208,10 @@ class PAdam(_Decaying, AdamW):
         state_steps: list[Tensor] = []
         streams = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
         has_complex = self._init_group(group, *streams)
+        mean = metric_mean(streams, group, rate)
 
         def step(streams: Streams, group: Group, state: State) -> None:
-            adam_step_(tuple(streams), group, rate, state, has_complex=has_complex)
+            adam_step_(tuple(streams), group, rate, state, has_complex=has_complex, mean=mean)
 
         if self._rounds(group):
             run_rounded(step, streams, group, self.state)

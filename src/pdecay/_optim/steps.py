@@ -16,6 +16,7 @@ from torch.optim.sgd import sgd
 
 from pdecay._core.group_settings import Group
 from pdecay._core.tensors import is_tracing
+from pdecay._optim.adam_metric import metric_lengths
 from pdecay._optim.engine import DecayBatch, Rate, State, update_and_decay_
 
 # Typed loosely: type checkers cannot match the long signatures of torch with unpacked arguments.
@@ -24,7 +25,13 @@ torch_sgd: Callable[..., None] = sgd
 
 
 def adam_step_(
-    streams: tuple[list[Tensor], ...], group: Group, rate: Rate, state: State, *, has_complex: bool
+    streams: tuple[list[Tensor], ...],
+    group: Group,
+    rate: Rate,
+    state: State,
+    *,
+    has_complex: bool,
+    mean: Rate | None = None,
 ) -> None:
     """Run one step of PAdam.
 
@@ -35,6 +42,8 @@ def adam_step_(
         rate: the learning rate of the decay.
         state: the optimizer's state, for the anchors of ``Every`` and ``Slow``.
         has_complex: whether some parameters are complex.
+        mean: the mean of Adam's denominators, for the decay in Adam's metric (see
+            ``adam_metric.py``); None for the decay by magnitude.
     """
     beta1, beta2 = group["betas"]
     hyper: dict[str, Any] = {"beta1": beta1, "beta2": beta2}
@@ -43,7 +52,12 @@ def adam_step_(
     def update(batch: DecayBatch, *streams: list[Tensor]) -> None:
         if batch.kernel is not None:
             batch.kernel.adam_(
-                *streams, terms=batch.terms, rate=batch.rate, **batch.options, **_numbers(hyper)
+                *streams,
+                terms=batch.terms,
+                rate=batch.rate,
+                mean=_number(mean),
+                **batch.options,
+                **_numbers(hyper),
             )
         else:
             torch_adam(
@@ -57,8 +71,13 @@ def adam_step_(
                 **hyper,
             )
 
+    def measure(batch: DecayBatch) -> list[Tensor]:
+        if mean is None:
+            return batch.params
+        return metric_lengths([batch.select(stream) for stream in streams], group, mean)
+
     elementwise = 5 if group["amsgrad"] else 4
-    update_and_decay_(update, streams, group, rate, state, elementwise=elementwise)
+    update_and_decay_(update, streams, group, rate, state, elementwise=elementwise, measure=measure)
 
 
 def sgd_step_(

@@ -31,6 +31,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "p": (float, "the norm"),
     "lam": (float, "the strength of the p-norm decay"),
     "l2": (float, "the strength of the additional L2 decay of elastic"),
+    "metric": (str, "how the decay measures weights: magnitude or adaptive"),
     "target": (float, "the share of zero weights (for oto: of zero units)"),
     "rank": (str, "the order of removal: adaptive or magnitude"),
     "pull": (float, "how fast the decay shrinks the weights that are removed next"),

@@ -159,3 +159,10 @@ def test_tied_weight_is_trained_once(points):
     run = METHODS["padam"]().start(model, points(), 0.1, 10)
     params = [param for group in run.optimizer.param_groups for param in group["params"]]
     assert len(params) == len(set(map(id, params))) == len(list(model.parameters()))
+
+
+def test_padam_decays_in_the_metric_that_is_asked_for(points):
+    run = started("padam", points, metric="adaptive")
+    assert [group["metric"] for group in run.optimizer.param_groups] == ["adaptive"] * 2
+    with pytest.raises(ValueError, match="metric must be"):
+        METHODS["padam"](metric="fisher")

@@ -95,3 +95,12 @@ BAD = [
 def test_invalid_settings_are_refused(names, more, message):
     with pytest.raises((TypeError, ValueError), match=message):
         Settings.of(*names, **more)
+
+
+def test_default_metric_does_not_change_the_ids_of_earlier_records():
+    settings = Settings.of("digits", "padam", lam=0.02)
+    assert settings.to_dict()["options"] == {"p": 0.8, "lam": 0.02}
+    assert Settings(**settings.to_dict()) == settings
+    other = Settings.of("digits", "padam", lam=0.02, metric="adaptive")
+    assert other.to_dict()["options"] == {"p": 0.8, "lam": 0.02, "metric": "adaptive"}
+    assert other.id != settings.id

@@ -76,10 +76,12 @@ def adam_(
     amsgrad: bool,
     maximize: bool,
     rate: Number | None = None,
+    mean: Number | None = None,
 ) -> None:
     streams = [params, grads, exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
     new1 = beta1 - 1 if maximize else 1 - beta1
-    shared = (new1, beta1, 1 - beta2, beta2, eps, 1 - lr * weight_decay)
+    per_mean = 1.0 if mean is None else 1 / mean
+    shared = (new1, beta1, 1 - beta2, beta2, eps, 1 - lr * weight_decay, per_mean)
     # A step count on a device is not read; tensors with such a count are not batched.
     steps = [count.item() + 1 if _on_host(count) else count + 1 for count in state_steps]
     keys = [-1 - i if isinstance(step, Tensor) else step for i, step in enumerate(steps)]
@@ -87,7 +89,8 @@ def adam_(
     def numbers(i: int) -> Sequence[Number]:
         return (*shared, lr / (1 - beta1 ** steps[i]), (1 - beta2 ** steps[i]) ** -0.5)
 
-    _run(_adam, streams, numbers, terms, lr if rate is None else rate, (amsgrad,), keys)
+    flags = (amsgrad, mean is not None)
+    _run(_adam, streams, numbers, terms, lr if rate is None else rate, flags, keys)
     if state_steps:
         torch._foreach_add_(list(state_steps), 1)
 
@@ -125,8 +128,8 @@ def decay_(params: Tensors, olds: Tensors, *, terms: Terms, rate: Number) -> Non
 # ---- the compiled functions ----
 
 
-def _adam(streams: list[Tensor], numbers: Tensor, amsgrad: bool) -> None:
-    new1, beta1, new2, beta2, eps, keep, step_size, per_root, *decay = numbers.unbind()
+def _adam(streams: list[Tensor], numbers: Tensor, amsgrad: bool, adaptive: bool) -> None:
+    new1, beta1, new2, beta2, eps, keep, per_mean, step_size, per_root, *decay = numbers.unbind()
     w, g, m, v = (_wide(stream) for stream in streams[:4])
     m = beta1 * m + new1 * g
     v = beta2 * v + new2 * g * g
@@ -135,8 +138,10 @@ def _adam(streams: list[Tensor], numbers: Tensor, amsgrad: bool) -> None:
     if amsgrad:
         v = torch.maximum(_wide(streams[4]), v)
         streams[4].copy_(v)
-    w_tilde = keep * w - step_size * m / (v.sqrt() * per_root + eps)
-    streams[0].copy_(_decayed(w_tilde, w, decay))
+    denominator = v.sqrt() * per_root + eps
+    w_tilde = keep * w - step_size * m / denominator
+    length = w * (denominator * per_mean).sqrt() if adaptive else w  # see adam_metric.py
+    streams[0].copy_(_decayed(w_tilde, length, decay))
 
 
 def _sgd(

@@ -134,6 +134,7 @@ def adam_(
     maximize: bool,
     rate: float | None = None,
     scales: Sequence[float] | None = None,
+    mean: float | None = None,
     table: Table | None = None,
 ) -> None:
     """Run one step of `torch.optim.AdamW` and the decay in one pass over memory.
@@ -155,6 +156,8 @@ def adam_(
         maximize: whether to ascend.
         rate: the learning rate of the decay; `lr` by default.
         scales: multipliers of lam, one for each weight; 1 by default.
+        mean: the mean of Adam's denominators, for the decay in Adam's metric (see
+            ``adam_metric.py``); None for the decay by magnitude.
         table: the addresses of all streams but the step counts, if they are known already.
     """
     library = _library()
@@ -162,7 +165,8 @@ def adam_(
     streams = [params, grads, exp_avgs, exp_avg_sqs]
     if amsgrad:
         streams.append(max_exp_avg_sqs)
-    hyper = (lr, beta1, beta2, eps, weight_decay, amsgrad, maximize)
+    per_mean = 1 / mean if mean else 0.0
+    hyper = (lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, per_mean)
     steps = table_of([state_steps])
     copies: Tensors = ()
     if steps is not None and steps.dtype <= 1 and steps.sizes.count(1) == len(state_steps):
@@ -309,7 +313,7 @@ def _table_of_batch(batch: Batch) -> Table:
 def _library() -> ctypes.CDLL:
     library = load("step")
     types = {"d": ctypes.c_double, "i": ctypes.c_int, "p": ctypes.c_void_p}
-    types_of = {"adam": "ppidddddii", "sgd": "ppdddidi", "decay": "p", "copy": "p"}
+    types_of = {"adam": "ppidddddiid", "sgd": "ppdddidi", "decay": "p", "copy": "p"}
     for name, arguments in types_of.items():
         function = getattr(library, f"pdecay_{name}")
         function.argtypes = [types[letter] for letter in arguments]

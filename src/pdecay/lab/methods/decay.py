@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 import pdecay
 from pdecay import Lp, PAdam, SparsityTarget, prox
 from pdecay._core.auxiliary import Auxiliary
+from pdecay._core.group_settings import Metric, check_metric
 from pdecay._core.penalty import Penalty
 from pdecay._core.validation import check_number
 from pdecay._sparsity.metric import Rank, check_rank
@@ -24,11 +25,12 @@ def padam(
     decay: Penalty,
     weight_decay: float = 0.0,
     auxiliary: Auxiliary | None = None,
+    metric: Metric = "magnitude",
 ) -> PAdam:
     """Return a PAdam; biases, norms and zero-initialised tensors do not decay."""
     decayed, others = pdecay.param_groups(model, decay)
     groups = [decayed, {**others, "weight_decay": 0.0}]
-    return PAdam(groups, lr=lr, weight_decay=weight_decay, auxiliary=auxiliary)
+    return PAdam(groups, lr=lr, weight_decay=weight_decay, auxiliary=auxiliary, metric=metric)
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,14 @@ class PAdamMethod(Method):
 
     p: float = 0.8
     lam: float = 0.01
+    metric: Metric = field(default="magnitude", metadata={"unrecorded_default": True})
 
     def __post_init__(self) -> None:
         Lp(self.p, self.lam)
+        check_metric(self.metric)
 
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
-        return Run(padam(model, lr, Lp(self.p, self.lam)))
+        return Run(padam(model, lr, Lp(self.p, self.lam), metric=self.metric))
 
 
 @dataclass(frozen=True)

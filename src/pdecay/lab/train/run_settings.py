@@ -59,7 +59,7 @@ class Settings:
         Example:
             >>> settings = Settings.of("digits", "padam", lam=0.02)
             >>> settings.lr, settings.steps, settings.options
-            (0.003, 3000, {'p': 0.8, 'lam': 0.02})
+            (0.003, 3000, {'p': 0.8, 'lam': 0.02, 'metric': 'magnitude'})
         """
         recipe = get_task(task, scale)
         lr = recipe.lr if lr is None else lr
@@ -72,9 +72,17 @@ class Settings:
         return records.run_id(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as a record has them."""
+        """Return the settings as a record has them.
+
+        An option whose field has the metadata ``unrecorded_default`` is left out at its default. It
+        was added after runs were recorded, and must not change their ids.
+        """
         plain = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        return {**plain, "options": dict(self.options)}
+        options = dict(self.options)
+        for one in dataclasses.fields(methods.find(self.method)):  # type: ignore[arg-type]
+            if "unrecorded_default" in one.metadata and options[one.name] == one.default:
+                del options[one.name]
+        return {**plain, "options": options}
 
     def build(self) -> Method:
         """Return the method with its options."""
