@@ -58,7 +58,8 @@ def attach(
             ``lambda group: group["d"] * group["lr"]`` for Prodigy. It is called after the update.
         fused: True computes the factor and multiplies in one pass, with the relative error of
             :class:`PAdam`. False uses torch's own operations, exactly as
-            ``w.mul_(penalty.factor(w_old, lr))``. None uses the fused C kernel on the CPU.
+            ``w.mul_(penalty.factor(w_old, lr))``. None uses the fused C kernel on the CPU and
+            ``torch.compile`` on CUDA, where they are available.
         step: "decay" is the paper's step. "prox" is the exact proximal step of the penalty, which
             for p <= 1 sets weights below a threshold to zero. It copies no weights, and is slower.
 

@@ -278,8 +278,12 @@ def multiply_(w_tilde: Sequence[Tensor], by: Sequence[Tensor], *, foreach: bool 
 
 
 def _fused(group: Group) -> bool | None:
-    """Return the group's `fused`; an explicit `foreach` without `fused` disables the kernels."""
-    if group["fused"] is None and group["foreach"] is not None:
+    """Return the group's `fused`; without it, an explicit `foreach` disables the kernels.
+
+    `capturable`, which prepares for CUDA graphs, does so on devices; see ``selection.py``.
+    """
+    captured = group.get("capturable") and not all(param.is_cpu for param in group["params"])
+    if group["fused"] is None and (group["foreach"] is not None or captured):
         return False
     fused: bool | None = group["fused"]
     return fused

@@ -138,8 +138,10 @@ class PAdam(_Decaying, AdamW):
             ``torch.optim.AdamW``; `weight_decay` is its L2 decay and off by default.
         fused: True for one pass over memory, in C on the CPU and by ``torch.compile`` on other
             devices; the relative error of its powers is below 1e-5 (2e-6 * p for p > 5). None uses
-            the C kernel if it is available and `foreach` is not given. False for torch's own
-            operations.
+            the C kernel on the CPU and ``torch.compile`` on CUDA if they are available and neither
+            `foreach` nor `capturable` is given. The first step then compiles: 1 to 2 s in C,
+            longer with ``torch.compile``, which reports its time to the logger "pdecay" at the
+            level INFO. Both results are cached on disk. False for torch's own operations.
         decay: the penalty, :class:`Lp` or a sum of them; None for plain AdamW. A list of [p, lam]
             pairs, as in configuration files, is accepted, too.
         auxiliary: the update rule of s: ``Instant()`` (the default), ``Every(n)`` or

@@ -12,7 +12,8 @@ from torch import nn
 
 from pdecay import PSGD, Lp, PAdam, attach
 from pdecay._core.reference import AdamUpdate, SGDUpdate, pwd
-from pdecay._optim.kernels import native, selection
+from pdecay._optim import engine
+from pdecay._optim.kernels import compiled, native, selection
 from pdecay._optim.kernels.selection import kernel_for
 
 PATHS = [{"fused": True}, {"foreach": True}, {"foreach": False}]
@@ -69,6 +70,71 @@ class TestChoice:
         assert not getattr(
             PAdam([nn.Parameter(torch.ones(2, 2))], fused=True), "_step_supports_amp_scaling", False
         )
+
+
+class TestCuda:
+    """The choice on CUDA, with CPU tensors for which the check of the device is faked.
+
+    This tests which kernel is chosen, not that the kernel works on CUDA.
+    """
+
+    @pytest.fixture(autouse=True)
+    def fake_cuda(self, monkeypatch, forget_warnings):
+        monkeypatch.setattr(selection, "_is_on_cuda", lambda tensor: True)
+        monkeypatch.setattr(native, "why_not", lambda tensor: "on device cuda")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(compiled, "available", lambda device: None)
+
+    def test_compiled_kernel_is_used_by_default(self):
+        assert kernel_for(torch.ones(3, 3), None) is compiled
+        assert kernel_for(torch.ones(3, 3), False) is None
+
+    def test_default_falls_back_with_one_warning(self, monkeypatch):
+        monkeypatch.setattr(compiled, "available", lambda device: "no Triton")
+        with pytest.warns(RuntimeWarning, match="no Triton"):
+            assert kernel_for(torch.ones(3, 3), None) is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert kernel_for(torch.ones(3, 3), None) is None
+
+    def test_unsupported_dtype_is_silent_by_default(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert kernel_for(torch.ones(3, 3, dtype=torch.complex64), None) is None
+
+    def test_nothing_is_compiled_while_a_graph_is_captured(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert kernel_for(torch.ones(3, 3), None) is None
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({}, None),
+            ({"fused": True}, True),
+            ({"foreach": True}, False),
+            ({"foreach": False}, False),
+            ({"capturable": True}, False),
+            ({"capturable": True, "fused": True}, True),
+        ],
+    )
+    def test_explicit_options_win(self, options, expected):
+        with torch.device("meta"):  # a parameter that is not on the CPU
+            weight = nn.Parameter(torch.ones(2, 2))
+        defaults = {"fused": None, "foreach": None, "capturable": False}
+        assert engine._fused({"params": [weight], **defaults, **options}) is expected
+
+
+def test_compilation_is_logged_with_its_time(monkeypatch, caplog):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    compiled._compile.cache_clear()
+    try:
+        with caplog.at_level("INFO", logger="pdecay"):
+            compiled._compile(compiled._decay, 2, 6, (), torch.float32, torch.device("cpu"))
+    finally:
+        compiled._compile.cache_clear()
+    before, after = caplog.messages
+    assert "compiling the fused step (decay, cpu, torch.float32)" in before
+    assert after.endswith(" s")
 
 
 def weights(dtype):

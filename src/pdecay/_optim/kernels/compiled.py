@@ -4,7 +4,8 @@ Each step is one function of flat tensors (`streams`: the weights first, then gr
 compiled with dynamic sizes and called for each tensor; small tensors are concatenated first. All
 hyper-parameters, p and lam included, are elements of one tensor (`numbers`), so that a change of
 them never recompiles. The first step of each kind (device, dtype, number of terms, flags) takes
-some seconds to compile; inductor caches the result on disk.
+some seconds to compile; inductor caches the result on disk. The logger "pdecay" reports it at the
+level INFO.
 
 Nothing waits for an accelerator: lr, rate and the step counts may be tensors there.
 
@@ -14,7 +15,9 @@ The functions have the arguments of `pdecay._optim.kernels.native` and are docum
 from __future__ import annotations
 
 import functools
+import logging
 import math
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeGuard
 
@@ -26,6 +29,8 @@ from pdecay._optim.kernels.layout import Batch, Tensors, batches, is_dense, is_p
 from pdecay._optim.kernels.native import Terms
 
 __all__ = ["adam_", "available", "decay_", "sgd_", "why_not"]
+
+_LOG = logging.getLogger("pdecay")
 
 Number = float | Tensor
 Numbers = Callable[[int], Sequence[Number]]
@@ -317,6 +322,9 @@ def _compile(
     wide = dtype if dtype == torch.float64 else torch.float32
     trial = [torch.ones(_TRIAL_SIZE, dtype=dtype, device=device) for _ in range(streams)]
     compile_: Callable[..., Any] = torch.compile  # its overloads lack isolate_recompiles
+    kind = f"fused step ({function.__name__.strip('_')}, {device.type}, {dtype})"
+    _LOG.info("compiling the %s; this takes seconds, once. fused=False avoids it", kind)
+    began = time.perf_counter()
     try:
         kernel: Callable[..., None] = compile_(
             function,
@@ -330,4 +338,5 @@ def _compile(
     except Exception as error:  # backends raise errors of any type
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise KernelUnavailable(f"torch.compile failed: {lines[0]}") from error
+    _LOG.info("compiled the %s in %.1f s", kind, time.perf_counter() - began)
     return kernel

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from pdecay._core.tensors import is_tracing
@@ -30,8 +31,8 @@ def kernel_for(tensor: Tensor, fused: bool | None) -> ModuleType | None:
 
     Args:
         tensor: the weight.
-        fused: True asks for a kernel, False for none. None uses the C kernel where it works, but
-            not torch.compile, which takes seconds to start.
+        fused: True asks for a kernel, False for none. None uses the C kernel on the CPU and
+            torch.compile on CUDA, where they work.
     """
     if fused is False or is_tracing():
         return None
@@ -44,13 +45,15 @@ def kernel_for(tensor: Tensor, fused: bool | None) -> ModuleType | None:
             _warn_once(f"the fused C kernel cannot be built ({failure})")
         elif fused and tensor.device.type == "cpu":
             _warn_once(f"the fused C kernel does not support a tensor that is {unsupported}")
-    if fused and _only != "native":
+    if (fused or _compiles_by_default(tensor)) and _only != "native":
         from pdecay._optim.kernels import compiled
 
-        reason = compiled.why_not(tensor) or compiled.available(tensor.device)
-        if reason is None:
+        unsupported = compiled.why_not(tensor)
+        failure = unsupported or compiled.available(tensor.device)
+        if failure is None:
             return compiled
-        _warn_once(f"torch.compile cannot run the fused step ({reason})")
+        if fused or not unsupported:
+            _warn_once(f"torch.compile cannot run the fused step ({failure})")
     return None
 
 
@@ -98,6 +101,18 @@ def only_kernel(name: KernelName | None) -> Iterator[None]:
         yield
     finally:
         _only = before
+
+
+def _compiles_by_default(tensor: Tensor) -> bool:
+    """Check whether ``fused=None`` compiles a kernel for this weight.
+
+    A CUDA graph cannot record the compilation, nor the transfer of hyper-parameters.
+    """
+    return _is_on_cuda(tensor) and not torch.cuda.is_current_stream_capturing()
+
+
+def _is_on_cuda(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _warn_once(reason: str) -> None:
