@@ -140,11 +140,16 @@ def _penalty_of_pairs(pairs: tuple[tuple[float, ...], ...]) -> Penalty | None:
     return as_penalty(pairs)
 
 
+def decays(param: Tensor, group: Group) -> bool:
+    """Return whether the group's decay applies to a parameter, regardless of the scale."""
+    return bool(group["decay"]) and (
+        group["decay_1d"] or isinstance(param, UninitializedTensorMixin) or param.ndim >= 2
+    )
+
+
 def scale_of(param: Tensor, index: int, group: Group) -> float:
     """Return the multiplier of lam for the parameter at this index; 0 if it does not decay."""
-    if not group["decay"] or not (
-        group["decay_1d"] or isinstance(param, UninitializedTensorMixin) or param.ndim >= 2
-    ):
+    if not decays(param, group):
         return 0.0
     scale = group["decay_scale"]
     return float(scale[index] if isinstance(scale, list) else scale)
@@ -156,15 +161,14 @@ def scales_of(params: Sequence[Tensor], group: Group) -> list[float]:
     if not isinstance(scale, list):  # the index does not matter
         if group["decay"] and group["decay_1d"]:
             return [float(scale)] * len(params)
-        return [scale_of(param, 0, group) for param in params]
+        return [float(scale) if decays(param, group) else 0.0 for param in params]
     places = {param: i for i, param in enumerate(group["params"])}
     return [scale_of(param, places[param], group) for param in params]
 
 
 def decayed_params(group: Group) -> list[Tensor]:
     """Return the parameters that the group decays, regardless of the current scale."""
-    unscaled = {**group, "decay_scale": 1.0}
-    return [param for i, param in enumerate(group["params"]) if scale_of(param, i, unscaled)]
+    return [param for param in group["params"] if decays(param, group)]
 
 
 def complete_checkpoint(state_dict: dict[str, Any], groups: list[Group]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ it. The code uses only operators that the arrays of all frameworks have, in plac
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class Penalty:
         # Do not read the value of an lr on a device: that would wait for the device.
         is_array = hasattr(lr, "dtype") and not isinstance(lr, numbers.Real)
         rate = None if is_array else check_number("lr", lr)
-        x = magnitude(w_old)
+        x = _absolute(w_old)
         xp = namespace(x)
         low, high = _normal_range(x)
         # 0 * inf is NaN: leave out terms with weight 0, and clamp weights that would underflow to 0
@@ -84,6 +85,9 @@ class Penalty:
         weights = [(p, min(max(share, low), high)) for p, share in shares if share]
         if not weights:
             return xp.ones_like(x)
+        # Where the power of every subnormal number overflows, the factor is 0 without a flush.
+        if (min(p for p, _ in weights) - 2) * math.log(low) <= math.log(high):
+            x = _flushed(x)
         if xp is np:
             with np.errstate(divide="ignore", over="ignore"):
                 factor = _inverse(x, weights, lr if rate is None else None, (low, high))
@@ -212,6 +216,10 @@ def magnitude(w: Array) -> Array:
 
     Subnormal weights are about to become 0, and arithmetic on them is many times slower.
     """
+    return _flushed(_absolute(w))
+
+
+def _absolute(w: Array) -> Array:
     if not hasattr(w, "dtype"):
         w = np.asarray(w)
     xp = namespace(w)
@@ -220,6 +228,12 @@ def magnitude(w: Array) -> Array:
         x = xp.astype(x, xp.float64)
     elif xp.finfo(x.dtype).bits < 32:
         x = xp.astype(x, xp.float32)
+    return x
+
+
+def _flushed(x: Array) -> Array:
+    """Set subnormal numbers to 0, in place if possible."""
+    xp = namespace(x)
     if hasattr(xp, "flush"):
         return xp.flush(x)
     x *= x >= _normal_range(x)[0]

@@ -21,7 +21,7 @@ from pdecay._core.group_settings import (
     Defaults,
     Group,
     complete_checkpoint,
-    scale_of,
+    scales_of,
     write_settings,
 )
 from pdecay._core.parameters import warn_of_frozen
@@ -175,8 +175,10 @@ class Attachment(StepHooks):
         for group in groups:
             params = [
                 param
-                for i, param in enumerate(group["params"])
-                if scale_of(param, i, group) and (has_closure or param.grad is not None)
+                for param, scale in zip(
+                    group["params"], scales_of(group["params"], group), strict=True
+                )
+                if scale and (has_closure or param.grad is not None)
             ]
             # Neither the proximal step nor a slow auxiliary variable needs the old weights.
             old = self._copies.of(params) if self._needs_old(group) else params

@@ -13,6 +13,7 @@ multi-tensor functions (foreach), or one tensor at a time.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -35,6 +36,9 @@ from pdecay._optim.kernels.selection import kernels_for, table_for
 Rate = float | Tensor
 State = dict[Tensor, dict[str, Any]]
 T = TypeVar("T")
+
+_KEPT_LISTS = 8  # as many as there are groups, usually
+_SHAPE = operator.attrgetter("shape")
 
 
 def update_and_decay_(
@@ -169,21 +173,31 @@ class Copies:
 
     def __init__(self) -> None:
         self._memory: dict[Tensor, Tensor] = {}
+        self._last: list[tuple[list[Tensor], list[Tensor]]] = []  # lists and their copies
 
     def of(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return a copy of each tensor, valid until the next call with the same tensor."""
-        plain = all(type(x) in PLAIN and x.layout is torch.strided for x in tensors)
-        if not plain or is_tracing():
+        if is_tracing():
+            return [tensor.detach().clone() for tensor in tensors]
+        for known, copies in self._last:  # usually the same lists at each step
+            same = len(known) == len(tensors) and all(map(operator.is_, known, tensors))
+            if same and [*map(_SHAPE, tensors)] == [*map(_SHAPE, copies)]:
+                if native.copy_(copies, tensors):
+                    return copies
+                break
+        if not all(type(x) in PLAIN and x.layout is torch.strided for x in tensors):
             return [tensor.detach().clone() for tensor in tensors]
         copies = [self._memory_for(tensor) for tensor in tensors]
         if tensors and not native.copy_(copies, tensors):
             torch._foreach_copy_(copies, tensors)
+        self._last = [(tensors, copies), *self._last[: _KEPT_LISTS - 1]]
         return copies
 
     def _memory_for(self, tensor: Tensor) -> Tensor:
         memory = self._memory.get(tensor)
         if memory is None or not _are_alike(memory, tensor):
             memory = self._memory[tensor] = torch.empty_like(tensor, requires_grad=False)
+            self._last = []  # the lists may contain the memory that was replaced
         return memory
 
 
