@@ -99,6 +99,9 @@ def adam_methods() -> dict[str, Method]:
         "PAdam foreach": Method(lambda w, n: PAdam(w, LR, decay=n, foreach=True), ONE_NORM),
         "PAdam compiled": Method(lambda w, n: PAdam(w, LR, decay=n, fused=True), NORMS, "compiled"),
         "PAdam fused": Method(lambda w, n: PAdam(w, LR, decay=n, fused=True), NORMS, "native"),
+        "PAdam fused, adaptive metric": Method(
+            lambda w, n: PAdam(w, LR, decay=n, fused=True, metric="adaptive"), ONE_NORM, "native"
+        ),
     }
 
 
