@@ -348,13 +348,15 @@ int pdecay_decay(const call *call)
 }
 
 /* The streams are the copies and the weights to copy. */
-int pdecay_copy(const call *call)
+int pdecay_copy(const call *given)
 {
+    call call = *given;
     int64_t total = 0;
-    for (int64_t i = 0; i < call->tensors; i++) total += call->sizes[i];
+    for (int64_t i = 0; i < call.tensors; i++) total += call.sizes[i];
+    if (total < 1 << 17) call.threads = 1;         /* starting the threads would take longer */
     const int larger_than_cache = total > 1 << 21;
     return run((job){
-        .call = call, .streams = 2, .written = 1u << WEIGHT, .settings = &larger_than_cache,
+        .call = &call, .streams = 2, .written = 1u << WEIGHT, .settings = &larger_than_cache,
         .update_f32 = copy_only_f32, .update_f64 = copy_only_f64,
     });
 }
