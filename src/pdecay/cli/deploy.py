@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def _read_plan(path: Path) -> dict[str, Any]:
     try:
         plan = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--plan: {path} is not a JSON file: {error}") from None
     if not isinstance(plan, dict):
         raise UsageError(f"--plan: {path} was not written by --save-plan")

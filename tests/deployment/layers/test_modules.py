@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pdecay.deployment.layers import base
@@ -374,6 +375,18 @@ def test_transforms_use_dense_layer(transform):
             assert sparse(fake).shape == (3, 4)
             return
         torch.testing.assert_close(got, dense(x))
+
+
+@needs_kernel
+def test_forward_differentiation_uses_dense_layer():
+    with torch.inference_mode(False), torch.no_grad():
+        dense = dense_linear(8, 4)
+        sparse, x = SparseLinear(dense), torch.randn(3, 8)
+        sparse(x)  # the shape is cached
+        with forward_ad.dual_level():
+            got = sparse(forward_ad.make_dual(x, torch.ones_like(x)))
+            tangent = forward_ad.unpack_dual(got).tangent
+        torch.testing.assert_close(tangent, dense.weight.sum(1).expand(3, 4))
 
 
 @needs_kernel

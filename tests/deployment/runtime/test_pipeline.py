@@ -593,6 +593,10 @@ def test_invalid_choices_are_rejected():
         deploy(model, x, choose="fast")
     with pytest.raises(ValueError, match="choose is a dict without 'chosen'"):
         deploy(model, x, choose={})
+    damaged = [("fast", {}), (None, {}), ("sparse", []), ("sparse", None), ("sparse", {"": 1})]
+    for chosen, sparse in damaged:
+        with pytest.raises(ValueError, match="choose is a damaged plan"):
+            deploy(model, x, choose={"chosen": chosen, "sparse": sparse})
     with pytest.raises(ValueError, match="seconds must be at least 0"):
         deploy(model, x, seconds=-1)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._C import _disabled_torch_dispatch_impl
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from pdecay._native.build import KernelUnavailable, load
 
@@ -58,6 +59,7 @@ def is_traced(x: Tensor) -> bool:
         or torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack() > 0
         or peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
         or (
             type(x) is not Tensor
             and type(x).__torch_dispatch__ is not _disabled_torch_dispatch_impl

@@ -19,6 +19,8 @@ from pdecay.deployment.runtime.rewriting import obstacle, with_sparse_layers
 from pdecay.deployment.runtime.timing import interleaved
 from pdecay.deployment.runtime.usage import InputSpec, Usage, is_layer, record_calls
 
+Choice = Literal["sparse", "smaller", "dense"]
+CHOICES: tuple[Choice, ...] = ("sparse", "smaller", "dense")  # in the order of preference
 Choose = Literal["measured", "sparse", "dense"] | Mapping[str, Any]
 
 _MIN_SPARSITY = 0.3  # a sparse layer is never faster below this sparsity
@@ -33,6 +35,16 @@ def check_choose(choose: object) -> None:
             raise ValueError(
                 f"choose is a dict without {missing[0]!r}: give the plan of an earlier report, "
                 "deployed.report.plan"
+            )
+        sparse = choose["sparse"]
+        shapes = sparse.values() if isinstance(sparse, Mapping) else [None]
+        if choose["chosen"] not in CHOICES or not all(
+            isinstance(one, list | tuple) for one in shapes
+        ):
+            raise ValueError(
+                "choose is a damaged plan: 'chosen' must be one of "
+                f"{', '.join(CHOICES)} and 'sparse' a dict of shapes, got "
+                f"{choose['chosen']!r} and {str(sparse)[:100]}"
             )
     elif choose not in ("measured", "sparse", "dense"):
         raise ValueError(f"choose must be 'measured', 'sparse', 'dense' or a plan, got {choose!r}")

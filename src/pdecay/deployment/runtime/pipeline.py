@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,16 +20,19 @@ from pdecay.deployment.model.outputs import difference, outputs
 from pdecay.deployment.model.state import shared_copy, total_nbytes
 from pdecay.deployment.runtime.deploy_report import DeployedLayer, DeployReport
 from pdecay.deployment.runtime.fusion import fuse
-from pdecay.deployment.runtime.layer_choice import Choose, check_choose, choose_layers
+from pdecay.deployment.runtime.layer_choice import (
+    CHOICES,
+    Choice,
+    Choose,
+    check_choose,
+    choose_layers,
+)
 from pdecay.deployment.runtime.rewriting import fold_batch_norms, with_sparse_layers
 from pdecay.deployment.runtime.timing import Timing, interleaved
 from pdecay.deployment.runtime.usage import Usage, observe_usage, record_calls
 
 __all__ = ["DeployReport", "DeployedLayer", "deploy"]
 
-Choice = Literal["sparse", "smaller", "dense"]
-
-_CHOICES: tuple[Choice, ...] = ("sparse", "smaller", "dense")  # in the order of preference
 _TOLERANCE = 1e-4  # relative to the largest output: rounding errors of another summation order
 _TIE = 1.02  # times within this ratio count as equal
 _QUIET_SECONDS = 0.5  # enough to measure the whole model on an idle machine
@@ -290,13 +293,13 @@ def _choose_model(times: Mapping[str, float], choose: Choose) -> Choice:
         if isinstance(choose, str)
         else choose["chosen"]
     )
-    return next(name for name in _CHOICES[_CHOICES.index(asked) :] if name in times)
+    return next(name for name in CHOICES[CHOICES.index(asked) :] if name in times)
 
 
 def _fastest(times: Mapping[str, float]) -> Choice:
     """Prefer sparse, then smaller, among models close to the fastest and not slower than dense."""
-    best = min(times[name] for name in _CHOICES if name in times)
-    for name in _CHOICES:
+    best = min(times[name] for name in CHOICES if name in times)
+    for name in CHOICES:
         if name in times and times[name] <= min(_TIE * best, times["dense"]):
             return name
     return "dense"
