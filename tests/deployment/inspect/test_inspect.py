@@ -114,6 +114,14 @@ def test_counts_of_every_dtype(tmp_path):
         assert layer.counts.dead_columns == 3
 
 
+@pytest.mark.parametrize("name", ["numel", "detach", "stride"])
+def test_parameter_with_attributes_in_place_of_methods(tmp_path, name):
+    weight = torch.nn.Parameter(torch.zeros(3, 4))
+    setattr(weight, name, 5)
+    torch.save({"w": weight}, tmp_path / "w.pt")
+    assert inspect(tmp_path / "w.pt").sparsity == 1.0
+
+
 def test_tied_tensor_is_listed_once(tmp_path):
     weight = torch.randn(5, 4)
     for kind, write_file in (("sparse", save), ("torch", torch.save)):

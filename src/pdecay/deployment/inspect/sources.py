@@ -159,7 +159,12 @@ def _check_uncompressed(path: str | os.PathLike[str]) -> None:
 
 
 def _tensors(mapping: Mapping[Any, object]) -> dict[str, Tensor]:
-    return {str(name): value for name, value in mapping.items() if isinstance(value, Tensor)}
+    return {str(name): _plain(one) for name, one in mapping.items() if isinstance(one, Tensor)}
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a parameter without the attributes that a file may set in place of its methods."""
+    return Tensor.detach(tensor) if type(tensor) is nn.Parameter else tensor
 
 
 def _torch_weights(state: Mapping[str, Tensor], limit: int) -> WeightFile:
