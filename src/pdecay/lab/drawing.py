@@ -24,6 +24,7 @@ FONTS: Any = {  # Any: matplotlib's stubs want each key as a literal
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
+    "text.parse_math": False,  # "$" in a name must not start a formula
 }
 _DPI = 150
 

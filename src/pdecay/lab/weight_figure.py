@@ -53,6 +53,7 @@ def draw(inspection: Inspection, path: Path) -> None:
 
 
 def _label(name: str) -> str:
+    name = name if name.isprintable() else ascii(name)[1:-1]
     return name if len(name) <= _MAX_LABEL else f"...{name[-_MAX_LABEL:]}"
 
 

@@ -205,6 +205,12 @@ def test_command_prints_json(run_cli, tmp_path):
     assert sum(bar["weights"] for bar in data["histogram"]) == inspect(path).histogram.sum()
 
 
+@pytest.mark.parametrize("name", ["\ud800", "a\x1b[31m", "w $\\frac$ b"])
+def test_plot_of_unusual_names(tmp_path, run_cli, name):
+    torch.save({name: torch.randn(3, 4)}, tmp_path / "w.pt")
+    run_cli("inspect", tmp_path / "w.pt", "--plot", tmp_path / "w.svg")
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_command_draws_figure(run_cli, tmp_path, suffix):
     path = write("torch", network(), tmp_path)

@@ -141,7 +141,7 @@ def load(
 
     The whole file is checked before memory is allocated or a weight is changed. A file contains
     data only: no Python code of a file is run. The program of a saved model may call torch's
-    operators and nothing else.
+    operators and nothing else, and none of those that do not check their arguments.
 
     Args:
         path: the file to read, or the folder of a Hugging Face model.

@@ -30,8 +30,7 @@ _GRID: Any = {"axis": "y", "color": "#e6e6e6", "linewidth": 0.8}
 _COLUMNS = 3  # contour panels in a row, as in the paper
 _SIZE = 46  # marker size in square points
 
-# Decorator of the drawing functions. "$" in a name must not start a formula.
-_styled = matplotlib.rc_context({**FONTS, "text.parse_math": False})
+_styled = matplotlib.rc_context(FONTS)  # decorator of the drawing functions
 
 
 @_styled
