@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from pdecay._core.auxiliary import Auxiliary, as_plain
@@ -200,6 +200,12 @@ class PAdam(_Decaying, AdamW):
         )
         self._finish_init(defaults, fused, foreach, stochastic_rounding)
         _warn_of_float16(self)
+
+    if not issubclass(AdamW, Adam):  # torch 2.6, whose AdamW takes one more argument
+
+        def _init_group(self, group: Group, *streams: list[Any]) -> bool:
+            params, grads, *state = streams
+            return super()._init_group(group, params, grads, group["amsgrad"], *state)
 
     def _update(self, group: Group, rate: float | Tensor) -> None:
         params: list[Tensor] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from pdecay._core.group_settings import Group
@@ -20,7 +20,7 @@ from pdecay._optim.adam_metric import metric_lengths
 from pdecay._optim.engine import DecayBatch, Rate, State, update_and_decay_
 
 # Typed loosely: type checkers cannot match the long signatures of torch with unpacked arguments.
-torch_adam: Callable[..., None] = adam
+torch_adamw: Callable[..., None] = adamw
 torch_sgd: Callable[..., None] = sgd
 
 
@@ -60,14 +60,13 @@ def adam_step_(
                 **_numbers(hyper),
             )
         else:
-            torch_adam(
+            torch_adamw(
                 *streams,
                 foreach=batch.foreach,
                 fused=False,
                 capturable=group["capturable"],
                 differentiable=False,
                 has_complex=has_complex,
-                decoupled_weight_decay=True,
                 **hyper,
             )
 

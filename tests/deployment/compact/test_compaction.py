@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pdecay.deployment.compact import CompactError, compact
-from pdecay.deployment.compact.compaction import _Compaction
+from pdecay.deployment.compact.fitting import Fitting
 from pdecay.deployment.model.inputs import Inputs
 
 from .models import build, kill
@@ -270,15 +270,15 @@ def test_model_that_cannot_be_copied_raises():
 
 def test_different_outputs_raise(monkeypatch):
     """The final check finds any error of the steps before."""
-    analysed = _Compaction._analyse
+    fit = Fitting.fit
 
-    def spoiled(self, current):
-        found = analysed(self, current)
+    def spoiled(self):
+        smaller = fit(self)
         with torch.no_grad():
-            current[2].bias.add_(1e-3)
-        return found
+            smaller[2].bias.add_(1e-3)
+        return smaller
 
-    monkeypatch.setattr(_Compaction, "_analyse", spoiled)
+    monkeypatch.setattr(Fitting, "fit", spoiled)
     with pytest.raises(CompactError, match=r"outputs differ by .* more than 1e-05"):
         compact(dead_unit(), torch.randn(4, 3))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -43,3 +44,11 @@ def test_tables_of_the_readme_are_tables_of_the_study():
     tables = "".join(path.read_text() for path in (ROOT / "docs/_data").glob("study_*.md"))
     rows = [row for row in (ROOT / "README.md").read_text().splitlines() if "±" in row]
     assert [row for row in rows if row not in tables] == []
+
+
+def test_outputs_of_the_pages_match_records(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    pages = importlib.import_module("pages")
+    for name, page in json.loads(pages.RECORD.read_text())["pages"].items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert pages.with_outputs(text, page["outputs"]) == text

@@ -130,12 +130,15 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def replace_attention(model: nn.Module) -> None:
-    """Replace ``nn.MultiheadAttention`` layers with dead heads, in place."""
+def replace_attention(model: nn.Module) -> bool:
+    """Replace ``nn.MultiheadAttention`` layers with dead heads, in place; return whether any."""
+    replaced = False
     for module in list(model.modules()):
         for name, child in module.named_children():
             if MultiheadAttention.can_replace(child) and _has_dead_heads(child):
                 setattr(module, name, MultiheadAttention(child))
+                replaced = True
+    return replaced
 
 
 def _has_dead_heads(attention: nn.MultiheadAttention) -> bool:

@@ -118,8 +118,8 @@ class _Compaction:
     def run(self) -> nn.Module:
         """Return the smaller model with its report."""
         current = self._copy()
-        checks = self._expected_outputs(current)
-        replace_attention(current)
+        expected = self._expected_outputs(current)
+        has_new_layers = replace_attention(current)
         analysis = self._analyse(current)
         removal = choose_removal(analysis, current, self.biases)
         while removal.dead:
@@ -130,7 +130,9 @@ class _Compaction:
                 analysis = self._analyse(current)
             # Otherwise the analysis now keeps some units, and the next removal is without them.
             removal = choose_removal(analysis, current, self.biases)
-        error = self._check_outputs(current, checks)
+        error = 0.0
+        if self.kept or has_new_layers:  # otherwise it is a copy of the model
+            error = self._check_outputs(current, expected)
         self._restore(current)
         report = self._report(current, analysis, removal, error)
         current.compact_report = report  # type: ignore[assignment]
@@ -157,8 +159,8 @@ class _Compaction:
                 "gradient history, for instance torch.nn.utils.prune.remove(layer, 'weight')"
             ) from error
 
-    def _expected_outputs(self, current: nn.Module) -> list[tuple[Inputs, list[Tensor]]]:
-        """Return the example and other inputs like it, each with the model's outputs."""
+    def _expected_outputs(self, current: nn.Module) -> list[Tensor]:
+        """Return the model's outputs for the example."""
         try:
             expected = outputs(current, self.inputs)
         except Exception as error:
@@ -180,14 +182,7 @@ class _Compaction:
                 "the model returns different outputs for the same inputs in eval mode, so that "
                 "they cannot be compared: turn off its randomness"
             )
-        checks = [(self.inputs, expected)]
-        generators = [torch.Generator().manual_seed(seed) for seed in range(_RANDOM_CHECKS)]
-        random = [self.inputs.randomized(generator) for generator in generators]
-        for inputs in (*random, *self.inputs.other_batches()):
-            # The model may reject them, for example token ids in another order.
-            with contextlib.suppress(Exception):
-                checks.append((inputs, outputs(current, inputs)))
-        return checks
+        return expected
 
     def _analyse(self, current: nn.Module) -> Analysis:
         trace = record(current, self.inputs)
@@ -207,11 +202,20 @@ class _Compaction:
                 own if before is None else before[axis][own] for axis, own in enumerate(indices)
             )
 
-    def _check_outputs(
-        self, current: nn.Module, checks: list[tuple[Inputs, list[Tensor]]]
-    ) -> float:
-        """Return the largest difference of the outputs; raise if it is too large."""
+    def _check_outputs(self, current: nn.Module, expected_outputs: list[Tensor]) -> float:
+        """Return the largest difference of the outputs; raise if it is too large.
+
+        The models run on the example and on other inputs like it.
+        """
         error = 0.0
+        checks = [(self.inputs, expected_outputs)]
+        generators = [torch.Generator().manual_seed(seed) for seed in range(_RANDOM_CHECKS)]
+        random = [self.inputs.randomized(generator) for generator in generators]
+        original = self._copy()
+        for inputs in (*random, *self.inputs.other_batches()):
+            # The model may reject them, for example token ids in another order.
+            with contextlib.suppress(Exception):
+                checks.append((inputs, outputs(original, inputs)))
         for inputs, expected in checks:
             try:
                 got = outputs(current, inputs)
@@ -220,7 +224,7 @@ class _Compaction:
                     f"the smaller model does not run{self._other_batch(inputs)}: {failed}"
                 ) from failed
             error = max(error, difference(expected, got))
-            if not agree(expected, got) and not agree_in_float64(self._copy(), current, inputs):
+            if not agree(expected, got) and not agree_in_float64(original, current, inputs):
                 remedy = (
                     self._other_batch(inputs) or ": try fold=False, and please report this model"
                 )

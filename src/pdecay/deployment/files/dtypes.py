@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,13 +77,19 @@ def _dtypes() -> tuple[DType, ...]:
         # These have no negative zero: its bits are a NaN, or there is no sign bit.
         DType("F8_E4M3FNUZ", torch.float8_e4m3fnuz, 0, "U8"),
         DType("F8_E5M2FNUZ", torch.float8_e5m2fnuz, 0, "U8"),
-        DType("F8_E8M0", torch.float8_e8m0fnu, 0, "U8"),
-        # Two numbers per byte; the byte is treated as one element.
-        DType("F4", torch.float4_e2m1fn_x2, 0, "U8", packed=2),
         DType("C32", torch.complex32, 1 << 31 | 1 << 15, "U32"),
         DType("C64", torch.complex64, 1 << 63 | 1 << 31, "U64"),
         DType("C128", torch.complex128, 1 << 63, "U64"),
+        *_newest(),
     )
+
+
+def _newest() -> Iterator[DType]:
+    if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+        yield DType("F8_E8M0", torch.float8_e8m0fnu, 0, "U8")
+    if hasattr(torch, "float4_e2m1fn_x2"):  # from torch 2.8 on
+        # Two numbers per byte; the byte is treated as one element.
+        yield DType("F4", torch.float4_e2m1fn_x2, 0, "U8", packed=2)
 
 
 BY_NAME = {dtype.name: dtype for dtype in _dtypes()}

@@ -37,6 +37,7 @@ _TOLERANCE = 1e-4  # relative to the largest output: rounding errors of another 
 _TIE = 1.02  # times within this ratio count as equal
 _QUIET_SECONDS = 0.5  # enough to measure the whole model on an idle machine
 _MAX_SPREAD = 0.1  # times that vary more are reported
+_MEASURING_SHARE = 0.3  # at least this share of `seconds` is left for measurements
 _LAYER_SHARE = 0.5  # of the time for measurements; the rest is for the whole model
 
 
@@ -65,10 +66,11 @@ def deploy(
         example_inputs: as for :func:`pdecay.compact`, with the batch size of later use. The model's
             code must take the same branches later. This is checked for one row and for twice the
             rows: a version whose outputs differ there is not used, and the report says so.
-        seconds: the most time for measurements, besides several runs of the model for compaction
-            and checks. Measurements end earlier if repetitions agree.
-            If they still vary at the end, because other processes use the processor, the report
-            says so.
+        seconds: the time for the whole call. Compaction and checks run the model about ten times,
+            however long that takes; at least 30 % of `seconds` remain for measurements, which time
+            each layer and model at least once. Measurements end earlier if repetitions agree. If
+            they still vary at the end, because other processes use the processor, the report says
+            so.
         choose: ``"measured"`` takes the faster form of each layer and of the model. ``"sparse"``
             makes each layer sparse that can be, and ``"dense"`` none; both measure the whole model
             only. A plan, ``deployed.report.plan`` of an earlier call, repeats its choices: it is
@@ -109,26 +111,30 @@ def _deployed(
     choose: Choose,
     say: Callable[[float, str], None],
 ) -> nn.Module:
+    end = time.perf_counter() + seconds
     say(0.0, "removing dead units")
     smaller, notes = _compacted(model, inputs)
     given = shared_copy(model)
     usage = observe_usage(smaller, inputs)
     folded = fold_batch_norms(smaller, usage)
-    start = time.perf_counter()
+    removed = _removed_units(smaller)
+    end = max(end, time.perf_counter() + _MEASURING_SHARE * seconds)
     layers, sparse = choose_layers(
-        *(smaller, usage, inputs, choose, _LAYER_SHARE * seconds),
+        *(smaller, usage, inputs, choose, _LAYER_SHARE * (end - time.perf_counter())),
         lambda share, text: say(0.1 + 0.4 * share, text),
     )
-    seconds = max(0.0, seconds - (time.perf_counter() - start))
-    models: dict[Choice, nn.Module] = {"dense": given, "smaller": smaller}
+    models: dict[Choice, nn.Module] = {"dense": given}
+    if removed or folded:
+        models["smaller"] = smaller
     fused: list[str] = []
     if sparse:
         models["sparse"], fused = _fused_model(smaller, sparse, usage, inputs)
 
     say(0.5, "comparing outputs")
     expected = outputs(given, inputs)
-    errors = {name: difference(expected, outputs(one, inputs)) for name, one in models.items()}
-    other_errors = _other_batch_errors(given, models, inputs)
+    changed = {name: one for name, one in models.items() if name != "dense"}
+    errors = {name: difference(expected, outputs(one, inputs)) for name, one in changed.items()}
+    other_errors = _other_batch_errors(given, changed, inputs)
     for name in ("smaller", "sparse"):
         where = "" if errors.get(name, 0.0) > _TOLERANCE else " for another batch size"
         error = max(errors.get(name, 0.0), other_errors.get(name, 0.0))
@@ -137,12 +143,12 @@ def _deployed(
                 f"not {name}: its outputs differ by {error:.1e}{where}, more than {_TOLERANCE:.0e}"
             )
             del models[name]
-    removed = _removed_units(smaller)
     timed: dict[str, nn.Module] = {str(name): one for name, one in models.items()}
     if folded and "smaller" in models:
         timed["folded"] = _folded_model(model, inputs) if removed else smaller
     times, timing = _time_models(
-        timed, inputs.copy(), seconds, lambda share, text: say(0.6 + 0.4 * share, text)
+        *(timed, inputs.copy(), max(0.0, end - time.perf_counter())),
+        lambda share, text: say(0.6 + 0.4 * share, text),
     )
     if timing.is_disturbed and choose == "measured":
         what = "there was time for few measurements"
@@ -171,7 +177,7 @@ def _deployed(
         deployed_bytes=_nbytes(deployed),
         folded=() if chosen == "dense" else (*folded, *(fused if chosen == "sparse" else ())),
         removed=0 if chosen == "dense" else removed,
-        difference=errors[chosen],
+        difference=errors.get(chosen, 0.0),
         batch=len(inputs.tensors[0]) if inputs.has_batch else None,
         threads=torch.get_num_threads(),
         notes=tuple(notes),
@@ -275,8 +281,9 @@ def _time_models(
         limit=min(2 * _QUIET_SECONDS, seconds / 3),  # the rest is for a busy machine
         on_round=on_round,
     )
-    left = seconds - (time.perf_counter() - start)
-    if timing.is_disturbed and left > 0:
+    elapsed = time.perf_counter() - start
+    left = seconds - elapsed
+    if timing.is_disturbed and left > min(elapsed, _QUIET_SECONDS):
         timing = interleaved(
             calls, rounds=15, seconds=0.0, limit=left, turn=10e-3, by_parts=True, on_round=on_round
         )

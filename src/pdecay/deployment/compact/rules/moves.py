@@ -72,13 +72,14 @@ class Move(_Rearrangement):
                 else _unlabelled(call, value, out, axis, units)
                 for axis, part in enumerate(parts)
             ]
-            if call.name in _TRANSPOSITIONS:
+            is_whole = call.name == "slice" and out.tensor.shape == value.tensor.shape
+            if call.name in _TRANSPOSITIONS or is_whole:
                 out.weight = value.weight
 
     def mark_varying(self, call: Call) -> None:
         super().mark_varying(call)
-        (value,) = call.ins
-        if call.name == "slice" and value.name and call.outs[0].tensor.shape != value.tensor.shape:
+        (value,), (out, *_) = call.ins, call.outs
+        if call.name == "slice" and value.weight and out.tensor.shape != value.tensor.shape:
             # The number of rows, such as those of a position table, may depend on the input.
             fill_all(call.outs, True)
 
