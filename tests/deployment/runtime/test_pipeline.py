@@ -254,7 +254,7 @@ def test_layer_stays_dense_unless_sparse_is_clearly_faster(clock):
     deployed = deploy(mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64))
     assert {layer.choice for layer in deployed.report.layers} == {"dense"}
     assert {layer.why for layer in deployed.report.layers} == {"faster"}
-    assert deployed.report.chosen == "smaller"
+    assert deployed.report.chosen == "dense"  # compaction removes nothing
 
 
 @pytest.mark.parametrize(
@@ -270,6 +270,7 @@ def test_layer_stays_dense_unless_sparse_is_clearly_faster(clock):
 def test_fastest_model_is_returned(clock, times, chosen):
     clock.model = times
     model = mostly_zero(MLP(64, (32,), 10))
+    model.layers[-1].weight.data[:, 0] = 0  # a dead unit: the smaller model is another one
     deployed = deploy(model, torch.randn(3, 64))
     report = deployed.report
     assert report.chosen == chosen
@@ -425,7 +426,7 @@ def test_model_with_different_outputs_is_not_deployed(clock, monkeypatch):
 
     monkeypatch.setattr(layer_choice, "make_sparse", wrong)
     deployed = deploy(mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64))
-    assert deployed.report.chosen == "smaller"
+    assert deployed.report.chosen == "dense"
     assert "not sparse: its outputs differ by" in deployed.report.notes[0]
 
 
@@ -561,6 +562,7 @@ def test_checks_of_other_batch_sizes_keep_no_plans():
 def test_choose_sparse_and_dense(clock):
     clock.model = [1.0, 2.0, 3.0]  # sparse is the slowest
     model, x = mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)
+    model.layers[-1].weight.data[:, 0] = 0  # a dead unit
     sparse = deploy(model, x, choose="sparse")
     assert sparse.report.chosen == "sparse"
     assert {layer.why for layer in sparse.report.layers} == {"as asked"}
