@@ -20,6 +20,7 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
+maximum_signature_line_length = 88  # longer ones have one parameter a line, with its type
 napoleon_custom_sections = []
+# Otherwise "lr, betas, eps: as in AdamW" becomes three items with the same text.
+napoleon_use_param = False
