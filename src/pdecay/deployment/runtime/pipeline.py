@@ -132,7 +132,9 @@ def _deployed(
 
     say(0.5, "comparing outputs")
     expected = outputs(given, inputs)
-    changed = {name: one for name, one in models.items() if name != "dense"}
+    changed: dict[Choice, nn.Module] = {
+        name: one for name, one in models.items() if name != "dense"
+    }
     errors = {name: difference(expected, outputs(one, inputs)) for name, one in changed.items()}
     other_errors = _other_batch_errors(given, changed, inputs)
     for name in ("smaller", "sparse"):
