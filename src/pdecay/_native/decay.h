@@ -91,8 +91,10 @@ static NAME(power) NAME(as_power)(double q, double c)
     return (NAME(power)){ (REAL)q, (REAL)(q / EXPONENT_STEP), (REAL)whole, (REAL)(c / exp2(whole)) };
 }
 
-/* Choose the form. `power` is an array with space for all terms. */
-static NAME(decay) NAME(plan_decay)(int64_t terms, const double *p, const double *c, double scale, NAME(power) *power)
+/* Choose the form. `power` is an array with space for all terms. With `adaptive`, the form FITTED takes the square of a
+ * weight's length, times the square of SQUARE_SCALE; see update.h. */
+static NAME(decay) NAME(plan_decay)(int64_t terms, const double *p, const double *c, double scale, NAME(power) *power,
+                                    int adaptive)
 {
     double flat = 1;
     int decays = 0;
@@ -115,13 +117,16 @@ static NAME(decay) NAME(plan_decay)(int64_t terms, const double *p, const double
     if (decay.powers > 0) decay.first = power[0];
     if (decay.powers > 1) decay.second = power[1];
     if (decay.powers == 1) {
-        decay.form = last_p == 0     ? P_0
+        decay.form = adaptive && last_p < 2 && IS_FLOAT ? FITTED
+                     : last_p == 0   ? P_0
                      : last_p == 0.5 ? P_HALF
                      : last_p == 1   ? P_1
                      : last_p == 1.5 ? P_3_2
                      : last_p < 2 && IS_FLOAT ? FITTED
                                      : POWER;
-        if (decay.form == FITTED) decay.fitted = fit_power_f32(2 - last_p, 1 / last_c);
+        const double q = 2 - last_p;
+        if (decay.form == FITTED)
+            decay.fitted = adaptive ? fit_power_f32(q / 2, pow(SQUARE_SCALE, -q) / last_c) : fit_power_f32(q, 1 / last_c);
         decay.per_knee = (REAL)NAME(normal)(pow(last_c, 1 / (last_p - 2)));
     } else if (decay.powers > 1) {
         decay.form = decay.powers == 2 ? TWO_POWERS : POWERS;

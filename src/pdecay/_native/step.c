@@ -24,6 +24,7 @@
 enum { STREAMS = 5, BLOCK = 1024 };                /* 1024 weights: 4 kB a stream in float */
 enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };      /* as in native.py */
 enum { DONE, BAD_DTYPE, NO_MEMORY };
+enum { WEIGHT_ITSELF, LENGTH, SQUARED_LENGTH };       /* see update.h */
 enum { FLAT, P_0, P_HALF, P_1, P_3_2, FITTED, POWER, TWO_POWERS, POWERS, READY, LATER };     /* see decay.h, update.h */
 
 /* The streams of each step. */
@@ -65,6 +66,9 @@ static void stream(void *to, const void *from, size_t bytes)
 #endif
     memcpy((char *)to + done, (const char *)from + done, bytes - done);
 }
+
+/* Keeps the squares of small weights above the smallest normal number. */
+#define SQUARE_SCALE 0x1p20f
 
 #define REAL float
 #define NAME(x) x##_f32
@@ -120,6 +124,7 @@ typedef struct {
     const void *settings;
     void (*update_f32)(const void *, const decay_f32 *, const double *, block_f32);
     void (*update_f64)(const void *, const decay_f64 *, const double *, block_f64);
+    int adaptive;                       /* whether the decay acts on lengths in Adam's metric */
     int may_flush;                      /* whether the processor may flush denormals of decayed tensors to zero */
     const int64_t *plan_of;             /* for each tensor, the index of its decay */
     const decay_f32 *decay_f32;
@@ -269,7 +274,7 @@ static int run(job job)
         if (!decay) goto no_memory;
         power_f64 *powers = (power_f64 *)(decay + plans + 1);
         for (int64_t k = 0; k < plans; k++)
-            decay[k] = plan_decay_f64(terms, call->p, call->c, scales[k], powers + k * terms);
+            decay[k] = plan_decay_f64(terms, call->p, call->c, scales[k], powers + k * terms, job.adaptive);
         job.decay_f64 = decay;
         run_chunks(&job, chunk, chunks_before);
         free(decay);
@@ -278,7 +283,7 @@ static int run(job job)
         if (!decay) goto no_memory;
         power_f32 *powers = (power_f32 *)(decay + plans + 1);
         for (int64_t k = 0; k < plans; k++)
-            decay[k] = plan_decay_f32(terms, call->p, call->c, scales[k], powers + k * terms);
+            decay[k] = plan_decay_f32(terms, call->p, call->c, scales[k], powers + k * terms, job.adaptive);
         job.decay_f32 = decay;
         run_chunks(&job, chunk, chunks_before);
         free(decay);
@@ -315,7 +320,7 @@ int pdecay_adam(const call *call, void *const *steps, int double_steps, double l
     int status = run((job){
         .call = call, .streams = amsgrad ? 5 : 4,
         .written = 1u << WEIGHT | 1u << AVERAGE | 1u << SQUARE | 1u << LARGEST_SQUARE,
-        .scalars = scalars, .settings = &settings, .may_flush = eps >= smallest_eps,
+        .scalars = scalars, .settings = &settings, .adaptive = per_mean > 0, .may_flush = eps >= smallest_eps,
         .update_f32 = amsgrad ? amsgrad_f32 : adam_f32, .update_f64 = amsgrad ? amsgrad_f64 : adam_f64,
     });
     free(scalars);

@@ -17,10 +17,10 @@ typedef struct {
  * 0 without decay. */
 INLINE REAL NAME(flush)(REAL w, REAL tiny) { return FABS(w) < tiny ? 0 : w; }
 
-/* With `adaptive`, the decay acts on the length of a weight in Adam's metric: |w| times the root of Adam's denominator,
- * relative to the mean denominator. */
+/* `measure` is what the decay acts on: the weight, or its length in Adam's metric, |w| times the root of Adam's
+ * denominator relative to the mean denominator. The form FITTED takes the square of the length, which needs no root. */
 INLINE void NAME(adam_loop)(const adam_settings *adam, const NAME(decay) *rule, const double *tensor,
-                            NAME(block) block, int amsgrad, int adaptive, int form)
+                            NAME(block) block, int amsgrad, int measure, int form)
 {
     const NAME(decay) decay = *rule;
     const REAL beta1 = (REAL)adam->beta1, new1 = (REAL)(adam->maximize ? adam->beta1 - 1 : 1 - adam->beta1);
@@ -46,7 +46,9 @@ INLINE void NAME(adam_loop)(const adam_settings *adam, const NAME(decay) *rule, 
         }
         REAL denominator = SQRT(square) * per_root + eps;
         REAL w_tilde = keep * w[i] - step_size * average / denominator;
-        REAL old = adaptive ? w[i] * SQRT(denominator * per_mean) : w[i];
+        REAL old = w[i], scaled = old * SQUARE_SCALE;
+        if (measure == LENGTH) old *= SQRT(denominator * per_mean);
+        if (measure == SQUARED_LENGTH) old = scaled * scaled * (denominator * per_mean);
         if (form == LATER) {
             length[i] = old;
             w[i] = w_tilde;
@@ -102,26 +104,36 @@ static void NAME(multiply)(const NAME(decay) *decay, NAME(block) block)
     for (int64_t i = 0; i < block.n; i++) w[i] = NAME(flush)(w[i] * factor[i], tiny);
 }
 
+/* The measure of the decay's form. */
+static int NAME(measure)(const adam_settings *adam, const NAME(decay) *decay)
+{
+    return !adam->per_mean || decay->form == FLAT ? WEIGHT_ITSELF : decay->form == FITTED ? SQUARED_LENGTH : LENGTH;
+}
+
 static void NAME(adam)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
-    const int adaptive = ((const adam_settings *)settings)->per_mean > 0;
-#define LOOP(FORM) NAME(adam_loop)(settings, decay, tensor, block, 0, 0, FORM)
-#define ADAPTIVE_LOOP(FORM) NAME(adam_loop)(settings, decay, tensor, block, 0, 1, FORM)
-    if (IS_FLOAT && adaptive) RETURN_IF_SPECIALISED(ADAPTIVE_LOOP)
-    else if (IS_FLOAT) RETURN_IF_SPECIALISED(LOOP)
-    if (adaptive) ADAPTIVE_LOOP(LATER);
+    const int measure = NAME(measure)(settings, decay);
+#define LOOP(FORM) NAME(adam_loop)(settings, decay, tensor, block, 0, WEIGHT_ITSELF, FORM)
+    if (IS_FLOAT && measure == WEIGHT_ITSELF) RETURN_IF_SPECIALISED(LOOP)
+    if (IS_FLOAT && measure == SQUARED_LENGTH) {
+        NAME(adam_loop)(settings, decay, tensor, block, 0, SQUARED_LENGTH, FITTED);
+        return;
+    }
+    if (measure == LENGTH) NAME(adam_loop)(settings, decay, tensor, block, 0, LENGTH, LATER);
     else LOOP(LATER);
     NAME(multiply)(decay, block);
-#undef ADAPTIVE_LOOP
 #undef LOOP
 }
 
 static void NAME(amsgrad)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
-    const int adaptive = ((const adam_settings *)settings)->per_mean > 0;
-    if (adaptive) NAME(adam_loop)(settings, decay, tensor, block, 1, 1, LATER);
-    else NAME(adam_loop)(settings, decay, tensor, block, 1, 0, LATER);
+    const int measure = NAME(measure)(settings, decay);
+#define LOOP(MEASURE) NAME(adam_loop)(settings, decay, tensor, block, 1, MEASURE, LATER)
+    if (IS_FLOAT && measure == SQUARED_LENGTH) LOOP(SQUARED_LENGTH);
+    else if (measure == LENGTH) LOOP(LENGTH);
+    else LOOP(WEIGHT_ITSELF);
     NAME(multiply)(decay, block);
+#undef LOOP
 }
 
 static void NAME(sgd)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
