@@ -103,13 +103,15 @@ def test_c_and_python_sweeps_agree(needs_native, penalty):
         np.testing.assert_allclose(c, python, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("d", [1, 4, 7])
+@pytest.mark.parametrize("d", [1, 4, 7, 1000])
 def test_weighted_product_equals_numpy(kernels, d):
     rng = np.random.default_rng(0)
-    x = np.asfortranarray(rng.standard_normal((13, d)), dtype=np.float32)
-    weights, u = rng.random(d).astype(np.float32), rng.random(13).astype(np.float32)
-    expected = x.astype(float) @ (weights * (x.T.astype(float) @ u))
-    np.testing.assert_allclose(kernels.product(x, weights, u), expected, rtol=1e-4, atol=1e-5)
+    x = np.asfortranarray(rng.standard_normal((35, d)), dtype=np.float32)
+    weights, u = rng.random(d).astype(np.float32), rng.random(35).astype(np.float32)
+    product, sums = kernels.product(x, weights, u)
+    exact = x.T.astype(float) @ u
+    np.testing.assert_allclose(sums, exact, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(product, x.astype(float) @ (weights * exact), rtol=1e-3, atol=1e-2)
 
 
 def test_estimators_give_the_same_without_a_compiler(monkeypatch):

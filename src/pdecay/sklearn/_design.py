@@ -145,8 +145,8 @@ class SingleDense:
         """Return ``X w``."""
         return np.asarray(self.x @ w)
 
-    def product(self, weights: Singles, u: Singles) -> Singles:
-        """Return ``X diag(weights) X' u``."""
+    def product(self, weights: Singles, u: Singles) -> tuple[Singles, Singles]:
+        """Return ``X diag(weights) X' u`` and ``X' u``."""
         return kernels().product(self.x, weights, u)
 
     def columns(self, indices: Indices) -> Singles:
@@ -165,9 +165,10 @@ class SingleSparse:
         """Return ``X w``."""
         return np.asarray(self.x @ w - self.roots * (self.means @ w))
 
-    def product(self, weights: Singles, u: Singles) -> Singles:
-        """Return ``X diag(weights) X' u``."""
-        return self.times(weights * (self.transposed @ u - self.means * (self.roots @ u)))
+    def product(self, weights: Singles, u: Singles) -> tuple[Singles, Singles]:
+        """Return ``X diag(weights) X' u`` and ``X' u``."""
+        sums = np.asarray(self.transposed @ u - self.means * (self.roots @ u))
+        return self.times(weights * sums), sums
 
     def columns(self, indices: Indices) -> Singles:
         """Return some columns."""

@@ -87,16 +87,17 @@ class CompiledKernels(PythonKernels):
         )  # fmt: skip
         return int(done), largest.value
 
-    def product(self, x: Singles, weights: Singles, u: Singles) -> Singles:
-        result = np.empty_like(u)
+    def product(self, x: Singles, weights: Singles, u: Singles) -> tuple[Singles, Singles]:
+        result, sums = np.empty_like(u), np.empty_like(weights)
         self._library.bridge_product(
-            _int(x.shape[0]), _int(x.shape[1]), _of(x, "F"), _of(weights), _of(u), _of(result)
-        )
-        return result
+            _int(x.shape[0]), _int(x.shape[1]), _of(x, "F"), _of(weights), _of(u), _of(sums),
+            _of(result),
+        )  # fmt: skip
+        return result, sums
 
 
 def _penalty(terms: Terms) -> Any:
-    return ctypes.byref(terms.as_c())
+    return ctypes.byref(terms.as_c)
 
 
 def _int(value: int) -> ctypes.c_int64:

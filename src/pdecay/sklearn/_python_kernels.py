@@ -99,9 +99,10 @@ class PythonKernels:
                 return sweep, largest
         return sweeps, largest
 
-    def product(self, x: Singles, weights: Singles, u: Singles) -> Singles:
-        """Return ``X diag(weights) X' u``."""
-        return np.asarray(x @ (weights * (x.T @ u)))
+    def product(self, x: Singles, weights: Singles, u: Singles) -> tuple[Singles, Singles]:
+        """Return ``X diag(weights) X' u`` and ``X' u``."""
+        sums = x.T @ u
+        return x @ (weights * sums), sums
 
 
 def _minimiser(terms: Terms, x: float, norm: float, cut: float, w: float) -> float:

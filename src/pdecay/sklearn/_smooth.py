@@ -12,6 +12,8 @@ system with the matrix ``I + X diag(W) X'``, which has one row for each sample.
   ``||t||^2 / 2 - y' t + sum_j R*(x_j' t)``, with a line search.
 - If every p is above 2, that derivative is infinitely steep at zero. The second equation is then
   linearised as it stands, and w is updated beside t.
+
+Early steps compute in single precision. Double precision follows when rounding errors matter.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ _ROUNDING = 1e-14
 _ACCURACY = 0.1  # of the first linear systems; the later ones are more accurate
 _NEAR = 4  # times the limit from which on the coordinate steps are computed
 _TARGET = 1  # accuracy of the last linear systems, relative to the limit
+_SINGLE = 1e-5  # accuracy, relative to y, from which on single precision is not enough
+_SINGLE_ABOVE_2 = 1e-3  # the same for p > 2, where large weights multiply rounding errors
 _LEAST_CURVATURE = 1e-3  # for p > 2, relative to the column norms: R'' is zero at zero
 
 
@@ -68,37 +72,45 @@ def minimise(
         many, they are not yet the minimum.
     """
     dual = terms.smallest_p <= 2
+    linear = terms.smallest_p == terms.largest_p == 2
     used = design.norms > 0
     roots = np.sqrt(np.where(used, design.norms, 1.0))
+    least = 0.0 if dual else _LEAST_CURVATURE * design.norms
     scale = float(np.linalg.norm(y))
     # For p > 2 conjugate gradients converge slowly with fewer features than samples.
     systems = Systems(design, iterate=dual or design.shape[1] >= design.shape[0])
     t, u = _start(design, y, correlation, terms, w)
     w = np.where(used, terms.conjugate_slope(u), 0.0)
+    precise = False
     for steps in range(min(most_steps, _MOST_STEPS) + 1):
-        r = design.residual(y, w)
-        error = t - r
+        if precise:
+            u = design.correlate(t)
+            w = np.where(used, terms.conjugate_slope(u), 0.0) if dual else w
         mismatch = np.zeros_like(w) if dual else np.where(used, terms.slope(w) - u, 0.0)
-        # A coordinate step is at most |mismatch_j + x_j' error| / sqrt(L_j).
-        left = float(np.linalg.norm(error)) + float(np.abs(mismatch / roots).max(initial=0.0))
-        if left <= _NEAR * limit or steps == most_steps:
-            q = design.correlate(r)
-            if np.abs((mismatch + u - q) / roots).max(initial=0.0) <= limit:
-                return Point(w, r, q), steps
-        weights = _inverse_curvature(terms, w, 0.0 if dual else _LEAST_CURVATURE * design.norms)
-        right = -error if dual else systems.times(weights * mismatch) - error
+        weights = _inverse_curvature(terms, w, least)
+        middle = w - weights * mismatch
+        right = (design.residual(y, middle) if precise else y - systems.times(middle)) - t
         size = float(np.linalg.norm(right))
-        accuracy = max(min(_ACCURACY, size / scale), min(_TARGET * limit / size, 0.5))
-        step = systems.solve(weights, right, accuracy)
-        change = design.correlate(step)
+        left = size + float(np.abs(mismatch / roots).max(initial=0.0))
+        if left <= _NEAR * limit or steps == most_steps:
+            r = right + t if dual and precise else design.residual(y, w)
+            q = design.correlate(r)
+            # A coordinate step is at most the gradient divided by sqrt(L_j).
+            if np.abs((terms.slope(w) - q)[used] / roots[used]).max(initial=0.0) <= limit:
+                return Point(w, r, q), steps
+        accuracy = _SINGLE if linear else min(_ACCURACY, size / scale)
+        accuracy = max(accuracy, min(_TARGET * limit / size, 0.5))
+        precise = precise or accuracy * size <= (_SINGLE if dual else _SINGLE_ABOVE_2) * scale
+        step, change = systems.solve(weights, right, accuracy)
         length = 1.0
         if dual:
-            length = _line_search(y, terms, (t, u), (step, change), float(error @ step))
+            length = _line_search(y, terms, (t, u, w), (step, change), -float(right @ step))
         if not length or not np.isfinite(left):
             break
         t, u = t + length * step, u + length * change
         w = terms.conjugate_slope(u) if dual else w + weights * (change - mismatch)
         w = np.where(used, w, 0.0)
+    r = design.residual(y, w)
     return Point(w, r, design.correlate(r)), steps
 
 
@@ -134,20 +146,22 @@ def _inverse_curvature(terms: Terms, w: Floats, least: Any) -> Floats:
 def _line_search(
     y: Floats,
     terms: Terms,
-    point: tuple[Floats, Floats],
+    point: tuple[Floats, Floats, Floats],
     step: tuple[Floats, Floats],
     slope: float,
 ) -> float:
     """Return a step length that decreases the dual objective; 0 if there is none."""
 
-    def value(length: float) -> float:
-        t, u = (a + length * b for a, b in zip(point, step, strict=True))
-        return float(t @ t / 2 - y @ t + terms.conjugate(u).sum())
+    def value(t: Floats, u: Floats, w: Floats) -> float:
+        return float(t @ t / 2 - y @ t + u @ w) - terms.value(w)  # R*(u) = u' w - R(w)
 
     with np.errstate(over="ignore", invalid="ignore"):
-        start, length = value(0.0), 1.0
+        start, length = value(*point), 1.0
         for _ in range(_HALVINGS):
-            if value(length) <= start + _DECREASE * length * slope + _ROUNDING * abs(start):
+            t, u = (a + length * b for a, b in zip(point, step, strict=False))
+            if value(t, u, terms.conjugate_slope(u)) <= (
+                start + _DECREASE * length * slope + _ROUNDING * abs(start)
+            ):
                 return length
             length /= 2
     return 0.0

@@ -125,8 +125,9 @@ class LeastSquares:
             budget = max_sweeps - sweeps
             if self._use_gram(columns):
                 self._extend(columns)
-                q = np.ascontiguousarray(q[self._active])
-                sweeps += self._descend(terms, w, q, inner, budget)
+                part = w[self._active]
+                sweeps += self._descend(terms, part, q[self._active], inner, budget)
+                w[self._active] = part
             else:
                 r = np.array(r)
                 sweeps += design.descend(terms, columns, cut, w, r, budget, inner)[0]
@@ -159,43 +160,75 @@ class LeastSquares:
     ) -> Solution:
         norms = self.design.norms[self.design.norms > 0]
         if not len(norms):
-            return self.solve(terms, start, tol, max_sweeps)
+            return self._solve(terms, start, tol, max_sweeps)
         norm = float(np.median(norms))
-        lasso = self.solve(relax(terms, 1.0, norm), start, _LASSO_ROUGH, max_sweeps)
+        lasso = self._solve(relax(terms, 1.0, norm), start, _LASSO_ROUGH, max_sweeps)
         begin = np.zeros_like(lasso.w) if start is None else start
         outside = ((begin != 0) | (lasso.w != 0)) & ~self._is_active
         if outside.any():  # too many features for a Gram matrix
-            solutions = [self.solve(terms, w, tol, max_sweeps) for w in (begin, lasso.w)]
+            solutions = [self._solve(terms, w, tol, max_sweeps) for w in (begin, lasso.w)]
             return min(solutions, key=lambda solution: solution.objective)
-        found = [self._solve_active(terms, begin), self._solve_active(terms, lasso.w)]
+        first, selected = begin[self._active], lasso.w[self._active]
+        found = [self._solve_active(terms, first), self._solve_active(terms, selected)]
         for share in _SHARES[: max(n_starts - 2, 0)]:
-            w = lasso.w
-            for part in share:
-                w = self._solve_active(relax(terms, part, norm), w)
-            found.append(self._solve_active(terms, w))
+            part = selected
+            for one in share:
+                part = self._solve_active(relax(terms, one, norm), part)
+            found.append(self._solve_active(terms, part))
         if start is not None:
-            found.append(self._solve_active(terms, np.zeros_like(start)))
-        best = min(found[:n_starts], key=lambda w: self._active_objective(terms, w))
-        return self.solve(
-            terms, self._exchange(terms, best, _EXCHANGES * n_starts), tol, max_sweeps
-        )
+            found.append(self._solve_active(terms, np.zeros_like(first)))
+        best = min(found[:n_starts], key=lambda part: self._active_objective(terms, part))
+        w = np.zeros_like(begin)
+        w[self._active] = self._exchange(terms, best, _EXCHANGES * n_starts)
+        return self._solve(terms, w, tol, max_sweeps)
 
-    def _exchange(self, terms: Terms, w: Floats, count: int) -> Floats:
+    def _solve_active(self, terms: Terms, start: Floats) -> Floats:
+        """Minimise roughly over the features of the Gram matrix; return their coefficients."""
+        part = start.copy()
+        self.sweeps += self._descend(
+            terms, part, self._active_products(part), _ROUGH * self.scale, _ROUGH_SWEEPS
+        )
+        return part
+
+    def _active_products(self, part: Floats) -> Floats:
+        """Return ``X' r`` for coefficients that are zero outside the Gram matrix."""
+        return np.asarray(self.correlation[self._active] - self._gram @ part)
+
+    def _active_objective(self, terms: Terms, part: Floats, q: Floats | None = None) -> float:
+        """Return the objective of coefficients that are zero outside the Gram matrix."""
+        q = self._active_products(part) if q is None else q
+        fit = part @ (self.correlation[self._active] + q)
+        return (self.scale**2 - float(fit)) / 2 + terms.value(part)
+
+    def _exchange(self, terms: Terms, part: Floats, count: int) -> Floats:
         """Try to replace the least important features of a solution by others.
 
         If a feature that is correlated with a true one was selected first, coordinate steps cannot
         replace it. A few sweeps without it let the true feature enter.
         """
-        lowest = self._active_objective(terms, w)
-        used = np.flatnonzero(w[self._active])
-        importance = np.diagonal(self._gram)[used] * w[self._active[used]] ** 2
-        for k in used[np.argsort(importance)[:count]]:
-            moved = self._solve_active(terms, w, _FEW_SWEEPS, without=int(k))
-            moved = self._solve_active(terms, moved, _SWEEPS)
-            objective = self._active_objective(terms, moved)
+        gram, cut, tol = self._gram, self._active_cut(terms), _ROUGH * self.scale
+        q = self._active_products(part)
+        lowest = self._active_objective(terms, part, q)
+        importance = np.where(part != 0, np.diagonal(gram) * part**2, np.inf)
+        order = np.argsort(importance)[: min(count, np.count_nonzero(part))]
+        for k in order:
+            if not part[k]:  # removed by an exchange before
+                continue
+            without = cut.copy()
+            without[k] = np.inf
+            moved, products = part.copy(), q + gram[k] * part[k]
+            moved[k] = 0.0
+            sweeps, _ = kernels().gram(terms, gram, without, moved, products, _FEW_SWEEPS, tol)
+            self.sweeps += sweeps
+            returns = abs(products[k]) > cut[k] * gram[k, k]
+            if returns and not moved[part == 0].any():  # no other feature took its place
+                continue
+            sweeps, _ = kernels().gram(terms, gram, cut, moved, products, _SWEEPS, tol)
+            self.sweeps += sweeps
+            objective = self._active_objective(terms, moved, products)
             if objective < lowest:
-                w, lowest = moved, objective
-        return w
+                part, q, lowest = moved, products, objective
+        return part
 
     def dual_gap(self, terms: Terms, found: Solution) -> float:
         """Return the duality gap of a solution for a convex penalty, and NaN for another one.
@@ -213,27 +246,6 @@ class LeastSquares:
             conjugate = float(terms.conjugate(q).sum())
         value = self.y @ dual - dual @ dual / 2 - conjugate
         return found.objective - float(value)
-
-    def _solve_active(
-        self, terms: Terms, start: Floats, sweeps: int = _ROUGH_SWEEPS, without: int | None = None
-    ) -> Floats:
-        """Minimise roughly over the features of the Gram matrix; return the coefficients.
-
-        `without` is the position of a feature in the Gram matrix that has to be zero.
-        """
-        w = np.zeros_like(start)
-        w[self._active] = start[self._active]
-        if without is not None:
-            w[self._active[without]] = 0.0
-        q = self.correlation[self._active] - self._gram @ w[self._active]
-        self.sweeps += self._descend(terms, w, q, _ROUGH * self.scale, sweeps, without)
-        return w
-
-    def _active_objective(self, terms: Terms, w: Floats) -> float:
-        """Return the objective of coefficients that are zero outside the Gram matrix."""
-        part = w[self._active]
-        fit = part @ (self._gram @ part) / 2 - self.correlation[self._active] @ part
-        return float(self.scale**2 / 2 + fit) + terms.value(part)
 
     def _working_set(self, w: Floats, steps: Floats, q: Floats, limit: Floats) -> Indices:
         """Return the non-zero coefficients and the features with the largest steps, best first.
@@ -272,31 +284,18 @@ class LeastSquares:
         self._active, self._gram = np.concatenate([self._active, new]), gram
         self._is_active[new] = True
 
-    def _descend(
-        self,
-        terms: Terms,
-        w: Floats,
-        q: Floats,
-        tol: float,
-        budget: int,
-        without: int | None = None,
-    ) -> int:
-        """Minimise over the features of the Gram matrix; update w and their ``q = X' r``."""
-        part = w[self._active]
-        cut = self._active_cut(terms)
-        if without is not None:
-            cut = cut.copy()
-            cut[without] = np.inf
+    def _descend(self, terms: Terms, part: Floats, q: Floats, tol: float, budget: int) -> int:
+        """Minimise over the features of the Gram matrix; update `part` and its ``q = X' r``."""
         done = 0
         while done < budget:
             sweeps, step = kernels().gram(
-                terms, self._gram, cut, part, q, min(_SWEEPS, budget - done), tol
-            )
+                terms, self._gram, self._active_cut(terms), part, q,
+                min(_SWEEPS, budget - done), tol,
+            )  # fmt: skip
             done += sweeps
             if step <= tol or done >= budget:
                 break
             self._newton(terms, part, q)
-        w[self._active] = part
         return done
 
     def _active_cut(self, terms: Terms) -> Floats:

@@ -45,39 +45,47 @@ class Systems:
         """Return ``X w`` in single precision."""
         return np.asarray(self.x.times((w * self.scale).astype(np.float32)), dtype=np.float64)
 
-    def solve(self, weights: Floats, right: Floats, accuracy: float) -> Floats:
-        """Return a solution whose residual is at most `accuracy` times the right side."""
+    def solve(self, weights: Floats, right: Floats, accuracy: float) -> tuple[Floats, Floats]:
+        """Return a solution x and ``X' x``.
+
+        The residual of x is at most `accuracy` times the right side.
+        """
         if self.iterate:
-            x, converged = self._conjugate_gradients(weights, right, accuracy)
+            x, products, converged = self._conjugate_gradients(weights, right, accuracy)
             if converged or self.smaller > _LARGEST:
-                return x
+                return x, products
             self.iterate = False
-        return self._factorise(weights, right)
+        x = self._factorise(weights, right)
+        return x, self.design.correlate(x)
 
     def _conjugate_gradients(
         self, weights: Floats, right: Floats, accuracy: float
-    ) -> tuple[Floats, bool]:
+    ) -> tuple[Floats, Floats, bool]:
         scaled = (weights * self.scale**2).astype(np.float32)
         size = float(np.linalg.norm(right)) or 1.0
         precondition = self._preconditioner(weights)
         r: Singles = (right / size).astype(np.float32)
-        x = np.zeros_like(r)
+        x, products = np.zeros_like(r), np.zeros_like(scaled)
         z = precondition(r)
         direction, product = z, float(r @ z)
+        converged = False
         for _ in range(max(_FEWEST_ITERATIONS, self.smaller // _FACTORISATION)):
-            image = direction + self.x.product(scaled, direction)
-            length = np.float32(product / float(direction @ image))
+            image, sums = self.x.product(scaled, direction)
+            image = image + direction
+            length = np.float32(product / (float(direction @ image) or 1.0))
             x = x + length * direction
+            products = products + length * sums
             r = r - length * image
-            if float(np.linalg.norm(r)) <= accuracy:
-                return size * x.astype(np.float64), True
+            converged = float(np.linalg.norm(r)) <= accuracy
+            if converged:
+                break
             z = precondition(r)
             product, before = float(r @ z), product
             if not product > 0:  # rounding errors, or overflow
                 break
             direction = z + np.float32(product / before) * direction
-        x = np.nan_to_num(x)
-        return size * x.astype(np.float64), False
+        x, products = np.nan_to_num(x), np.nan_to_num(products)
+        return size * x.astype(np.float64), size * self.scale * products.astype(float), converged
 
     def _preconditioner(self, weights: Floats) -> Callable[[Singles], Singles]:
         """Return an approximate inverse: exact for the heaviest features, a number for the others.

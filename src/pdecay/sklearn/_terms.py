@@ -8,6 +8,7 @@ terms with p = 0, 1 and 2 have closed forms in every computation: their strength
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,9 @@ class Terms:
         """Whether minimisers have exact zeros: some p is at most 1."""
         return bool(self.pairs) and self.smallest_p <= 1
 
+    @functools.cached_property
     def as_c(self) -> _CPenalty:
-        """Return the struct that the C kernels take; it points into this object's arrays."""
+        """The struct that the C kernels take; it points into this object's arrays."""
         return _CPenalty(
             self.l0, self.l1, self.l2, self.ratio, self.limit,
             len(self.p), self.p.ctypes.data, self.lam.ctypes.data,
