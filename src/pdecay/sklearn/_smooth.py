@@ -27,7 +27,7 @@ from pdecay.sklearn._systems import Systems
 from pdecay.sklearn._terms import Floats, Terms
 
 _MOST_STEPS = 50
-_SHRINK, _MOST_SHRINKS = 1.5, 60  # multiples of the residual that are tried as a start
+_SHRINK, _MOST_SHRINKS = 1.25, 120  # multiples of the residual that are tried as a start
 _HALVINGS = 30
 _DECREASE = 1e-4  # of the decrease that the slope promises
 _ROUNDING = 1e-14
@@ -81,10 +81,10 @@ def minimise(
     systems = Systems(design, iterate=dual or design.shape[1] >= design.shape[0])
     t, u = _start(design, y, correlation, terms, w)
     w = np.where(used, terms.conjugate_slope(u), 0.0)
-    precise = False
+    precise = exact = False  # whether to compute in double precision, and whether u is X' t
     for steps in range(min(most_steps, _MOST_STEPS) + 1):
-        if precise:
-            u = design.correlate(t)
+        if precise and not exact:  # once: later changes of u are small
+            u, exact = design.correlate(t), True
             w = np.where(used, terms.conjugate_slope(u), 0.0) if dual else w
         mismatch = np.zeros_like(w) if dual else np.where(used, terms.slope(w) - u, 0.0)
         weights = _inverse_curvature(terms, w, least)
