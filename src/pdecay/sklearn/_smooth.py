@@ -72,19 +72,19 @@ def minimise(
         many, they are not yet the minimum.
     """
     dual = terms.smallest_p <= 2
-    linear = terms.smallest_p == terms.largest_p == 2
     used = design.norms > 0
     roots = np.sqrt(np.where(used, design.norms, 1.0))
     least = 0.0 if dual else _LEAST_CURVATURE * design.norms
     scale = float(np.linalg.norm(y))
     # For p > 2 conjugate gradients converge slowly with fewer features than samples.
     systems = Systems(design, iterate=dual or design.shape[1] >= design.shape[0])
+    precise = bool(w.any())  # whether double precision is needed; a given w may be accurate
     t, u = _start(design, y, correlation, terms, w)
     w = np.where(used, terms.conjugate_slope(u), 0.0)
-    precise = exact = False  # whether to compute in double precision, and whether u is X' t
+    size = np.inf
     for steps in range(min(most_steps, _MOST_STEPS) + 1):
-        if precise and not exact:  # once: later changes of u are small
-            u, exact = design.correlate(t), True
+        if precise and size > _SINGLE * scale:  # the last step of u had rounding errors
+            u = design.correlate(t)
             w = np.where(used, terms.conjugate_slope(u), 0.0) if dual else w
         mismatch = np.zeros_like(w) if dual else np.where(used, terms.slope(w) - u, 0.0)
         weights = _inverse_curvature(terms, w, least)
@@ -98,8 +98,7 @@ def minimise(
             # A coordinate step is at most the gradient divided by sqrt(L_j).
             if np.abs((terms.slope(w) - q)[used] / roots[used]).max(initial=0.0) <= limit:
                 return Point(w, r, q), steps
-        accuracy = _SINGLE if linear else min(_ACCURACY, size / scale)
-        accuracy = max(accuracy, min(_TARGET * limit / size, 0.5))
+        accuracy = max(min(_ACCURACY, size / scale), min(_TARGET * limit / (size or 1.0), 0.5))
         precise = precise or accuracy * size <= (_SINGLE if dual else _SINGLE_ABOVE_2) * scale
         step, change = systems.solve(weights, right, accuracy)
         length = 1.0
