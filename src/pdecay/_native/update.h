@@ -81,6 +81,15 @@ INLINE void NAME(sgd_loop)(const sgd_settings *sgd, const NAME(decay) *rule, NAM
     }
 }
 
+INLINE void NAME(decay_loop)(const NAME(decay) *rule, NAME(block) block, int form)
+{
+    const NAME(decay) decay = *rule;
+    REAL *restrict w = block.stream[WEIGHT];
+    const REAL *restrict old = block.stream[OLD_WEIGHT];
+    for (int64_t i = 0; i < block.n; i++)
+        w[i] = NAME(flush)(w[i] * (decay.flat * NAME(factor_of)(&decay, form, old[i])), decay.tiny);
+}
+
 /* Run the loop that is specialised for the decay's form and return; fall through for forms without one. */
 #define RETURN_IF_SPECIALISED(LOOP)            \
     switch (decay->form) {                     \
@@ -150,15 +159,18 @@ static void NAME(sgd)(const void *settings, const NAME(decay) *decay, const doub
     else if (sgd->nesterov) NAME(sgd_loop)(sgd, decay, block, 1, 0, 1, READY);
     else NAME(sgd_loop)(sgd, decay, block, 1, 0, 0, READY);
 }
-#undef RETURN_IF_SPECIALISED
 
 static void NAME(decay_only)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
     (void)settings, (void)tensor;
     if (!decay->tiny) return;
+#define LOOP(FORM) NAME(decay_loop)(decay, block, FORM)
+    if (IS_FLOAT) RETURN_IF_SPECIALISED(LOOP)
+#undef LOOP
     block.length = block.stream[OLD_WEIGHT];
     NAME(multiply)(decay, block);
 }
+#undef RETURN_IF_SPECIALISED
 
 static void NAME(copy_only)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
