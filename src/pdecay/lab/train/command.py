@@ -140,7 +140,8 @@ def _print_files(console: Console, out: Path, names: Mapping[str, str]) -> None:
 
 
 def _print_settings(console: Console, settings: Settings, step: int = 0) -> None:
-    options = ", ".join(f"{name}={value}" for name, value in settings.options.items())
+    recorded = settings.to_dict()["options"]
+    options = ", ".join(f"{name}={value}" for name, value in recorded.items())
     say(
         console,
         f"{settings.task} ({settings.scale}) with {settings.method}({options}): "
