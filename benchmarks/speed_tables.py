@@ -46,22 +46,29 @@ def machine(record: Row) -> str:
 
 
 def methods(steps: Sequence[Row]) -> str:
-    """Return the ratio of each method with p = 0.8 to fused AdamW, a column for each model."""
+    """Return the ratio of each method with p = 0.8 to fused AdamW, a column for each model.
+
+    The last column is the memory that a step needs on the largest model.
+    """
     models = _models(steps)
     ratios = {(row["model"], row["method"], row["norm"]): row["ratio"] for row in steps}
+    memory = {(row["model"], row["method"], row["norm"]): row["extra_bytes"] for row in steps}
     rows = []
     for name in dict.fromkeys(row["method"] for row in steps):
         if "SGD" in name:
             continue
         norm = "" if (models[0], name, "") in ratios else "0.8"
         label = name + (", p = 0.8" if norm else "")
-        rows.append([label, *(f"{ratios[model, name, norm]:.2f}" for model in models)])
+        extra = f"{memory[models[-1], name, norm]:.1f}"
+        rows.append([label, *(f"{ratios[model, name, norm]:.2f}" for model in models), extra])
         if name == "PAdam foreach":
             relative = [
                 ratios[model, name, norm] / ratios[model, FOREACH_ADAMW, ""] for model in models
             ]
-            rows.append([f"{label}, to {FOREACH_ADAMW}", *(f"{value:.2f}" for value in relative)])
-    return _markdown(["", *(f"{name}, {_millions(steps, name)}" for name in models)], rows)
+            cells = [f"{value:.2f}" for value in relative]
+            rows.append([f"{label}, relative to {FOREACH_ADAMW}", *cells, ""])
+    sizes = [f"{name}, {_millions(steps, name)}" for name in models]
+    return _markdown(["", *sizes, f"extra bytes a weight, {models[-1]}"], rows)
 
 
 def every_p(steps: Sequence[Row]) -> str:
