@@ -36,7 +36,6 @@ from study import (
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCALES = ("cpu", "quick")
-HEADER = ("method", "dense", *(f"{100 * level:.0f} %" for level in LEVELS))
 COLOURS = {
     "AdamW, dense": drawing.INK,
     "target": drawing.VERMILION,
@@ -75,13 +74,16 @@ def tables() -> dict[str, str]:
 
 
 def accuracy_table(study: Study) -> str:
-    """Return the test accuracy of each method above each level of sparsity."""
-    rows = []
-    for name in METHODS:
-        groups = final_runs(study, name)
-        if groups:
-            rows.append([name, *(_cell(groups.get(level)) for level in (0.0, *LEVELS))])
-    return _markdown([*HEADER], rows)
+    """Return the test accuracy of each method above each level of sparsity that has runs."""
+    found = {name: groups for name in METHODS if (groups := final_runs(study, name))}
+    levels = [
+        level for level in (0.0, *LEVELS) if any(level in groups for groups in found.values())
+    ]
+    header = ["method", *(f"{100 * level:.0f} % zeros" if level else "dense" for level in levels)]
+    rows = [
+        [name, *(_cell(groups.get(level)) for level in levels)] for name, groups in found.items()
+    ]
+    return _markdown(header, rows)
 
 
 def gap_table(study: Study) -> str:
