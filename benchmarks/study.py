@@ -87,6 +87,7 @@ ABLATION: dict[str, Options] = {
     "GMP, ramp to 70 %": {**_TARGET, "method": "gmp", "end": 0.7},
     "GMP, adaptive rank": {**_TARGET, "method": "gmp", "rank": "adaptive"},
     "PAdam": {"method": "padam", **_DECAY},
+    "PAdam, adaptive metric": {"method": "padam", **_DECAY, "metric": "adaptive"},
     "PAdam, L2 0.1": {"method": "elastic", **_DECAY, "l2": 0.1},
     "s every 10 steps": {"method": "every", **_DECAY, "n": 10},
     "s every 100 steps": {"method": "every", **_DECAY, "n": 100},
