@@ -67,7 +67,7 @@ def update_and_decay_(
         measure: returns the lengths of a batch's weights, from which the decay is computed; their
             magnitudes by default.
     """
-    fused = _fused(group) if allow_kernels else False
+    fused = _fused(group, streams[0]) if allow_kernels else False
     for batch in make_batches(streams, group, rate, fused, elementwise):
         # From w_old; empty if a kernel decays.
         factors = batch.factors(measure(batch) if measure and batch.has_factors else batch.params)
@@ -291,12 +291,12 @@ def multiply_(w_tilde: Sequence[Tensor], by: Sequence[Tensor], *, foreach: bool 
             weight.mul_(factor)
 
 
-def _fused(group: Group) -> bool | None:
+def _fused(group: Group, params: Sequence[Tensor]) -> bool | None:
     """Return the group's `fused`; without it, an explicit `foreach` disables the kernels.
 
     `capturable`, which prepares for CUDA graphs, does so on devices; see ``selection.py``.
     """
-    captured = group.get("capturable") and not all(param.is_cpu for param in group["params"])
+    captured = group.get("capturable") and not all(param.is_cpu for param in params)
     if group["fused"] is None and (group["foreach"] is not None or captured):
         return False
     fused: bool | None = group["fused"]
