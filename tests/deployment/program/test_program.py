@@ -120,6 +120,7 @@ def test_compacted_model_is_saved(tmp_path):
     assert {tuple(one.shape) for one in loaded.buffers()} == {(7, 8), (7,), (2, 7), (2,)}
 
 
+@pytest.mark.slow
 def test_saved_model_runs_without_the_code_of_its_class(tmp_path):
     (tmp_path / "my_training.py").write_text(
         "from torch import nn\n"

@@ -15,6 +15,8 @@ from pdecay.lab.demo import demo
 from pdecay.lab.tasks import get_task
 from pdecay.lab.train import records
 
+pytestmark = pytest.mark.slow
+
 FILES = {
     *("accuracy_vs_sparsity.png", "toy.png", "demo.json", "records.jsonl", "model.safetensors")
 }

@@ -237,6 +237,7 @@ print(caught[0].message)
 """
 
 
+@pytest.mark.slow
 def test_without_compiler_falls_back_with_one_warning(tmp_path):
     environment = {**os.environ, "PATH": "", "PDECAY_CACHE": str(tmp_path), "CC": ""}
     done = subprocess.run(
