@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import json
 import re
 from pathlib import Path
 
@@ -37,6 +38,14 @@ def test_tables_of_the_study_match_records(monkeypatch):
     tables = importlib.import_module("study_report").tables()
     committed = {path.stem: path.read_text() for path in (ROOT / "docs/_data").glob("study_*.md")}
     assert committed == tables
+
+
+def test_tables_of_speed_match_the_record(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    speed_tables = importlib.import_module("speed_tables")
+    record = json.loads(speed_tables.RECORD.read_text())
+    committed = {path.stem: path.read_text() for path in (ROOT / "docs/_data").glob("speed_*.md")}
+    assert committed == speed_tables.tables(record)
 
 
 def test_tables_of_the_readme_are_tables_of_the_study():

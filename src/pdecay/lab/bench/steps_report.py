@@ -128,10 +128,11 @@ def _draw(costs: Sequence[Cost], path: Path) -> None:
                 heights = [ratio[model, method, norm] for norm in norms]
                 axes.bar(places, heights, 0.25, color=color, label=method)
             axes.axhline(1, color=INK, linewidth=1)
-            axes.set_xticks(range(len(norms)), norms)
+            axes.set_xticks(range(len(norms)), norms, rotation=45)
             axes.set_xlabel("p")
             axes.set_title(model)
             axes.set_ylim(0, 1.15 * max(axes.get_ylim()[1], 1.2))
         figure.axes[0].set_ylabel("time of a step, x torch's fused")
-        figure.axes[0].legend(fontsize=8, loc="upper left", ncols=3)
+        handles = figure.axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=len(_BARS))
         save(figure, path)
