@@ -121,7 +121,7 @@ class TestCuda:
         with torch.device("meta"):  # a parameter that is not on the CPU
             weight = nn.Parameter(torch.ones(2, 2))
         defaults = {"fused": None, "foreach": None, "capturable": False}
-        assert engine._fused({"params": [weight], **defaults, **options}) is expected
+        assert engine._fused({**defaults, **options}, [weight]) is expected
 
 
 def test_compilation_is_logged_with_its_time(monkeypatch, caplog):
