@@ -11,22 +11,13 @@ metric (see ``metric.py``) or by magnitude, and sets as many of the lowest to ze
 for. The decay keeps them there. At the end of the ramp the count of zeros is exact. After that,
 :func:`pdecay.freeze_zeros` keeps the zeros, and the other weights train without decay.
 
-With a `pull`, the decay also acts on the weights that are still to be removed. ``tau`` is the
-quantile of |w| at the sparsity that the ramp asks for now. ``decay_scale`` is set so that a weight
-at tau shrinks at a given speed. For p < 1 all weights below tau then shrink faster and all above it
-slower. Weights are set to zero only after they have had time to shrink.
-
 A feedback controller on the count of zeros would oscillate: weights that are small but not zero
 grow again as soon as lam falls.
 
-The target acts in the optimizer's step hooks. Its state lives in ``optimizer.param_groups`` as
-plain numbers, so every checkpoint of the optimizer is also a checkpoint of the target:
+With a `pull`, the decay also shrinks the weights that are still to be removed (see ``pull.py``).
 
-    group["target_sparsity"]   the target; tells the states of different targets apart
-    group["target_step"]       the number of optimizer steps
-    group["target_update"]     the running size of the optimizer's update of one weight
-    group["target_magnitude"]  the mean magnitude of the nonzero weights
-    group["target_initial"]    for each parameter, its zeros when it joined the ramp; -1 before
+The target acts in the optimizer's step hooks. Its state lives in ``optimizer.param_groups`` (see
+``target_state.py``), so every checkpoint of the optimizer is also a checkpoint of the target.
 """
 
 from __future__ import annotations
@@ -41,11 +32,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pdecay._core.group_settings import Group
-from pdecay._core.penalty import as_penalty
 from pdecay._core.ramp import cubic_ramp
 from pdecay._core.validation import check_count, check_number
-from pdecay._optim.attachment import attachment_of
-from pdecay._optim.engine import decay_rate
 from pdecay._optim.hooks import (
     StepHooks,
     check_not_local,
@@ -70,16 +58,13 @@ from pdecay._sparsity.pools import (
     steered,
 )
 from pdecay._sparsity.probing import Probes
+from pdecay._sparsity.pull import scale_at
 from pdecay._sparsity.ranking import count_zeros, kth_magnitude, zero_smallest_
+from pdecay._sparsity.target_state import complete_state, count_initial_zeros, remove_state
 
 _STAGES = 200  # updates of the scale along the ramp: ranking all weights each step would be slow
 _LAG = 0.1  # share of the ramp that a pulled weight has to shrink before it is set to zero
 _PULL: dict[Rank, float] = {"adaptive": 0.0, "magnitude": 1.0}
-# From p = 1 on, larger weights are pulled at least as hard as those at tau, and the full pull would
-# remove them too.
-_SHARE_FROM_1_ON = 0.3
-_STATE = ("target_step", "target_update", "target_magnitude")
-_KEYS = ("target_sparsity", *_STATE, "target_initial")
 
 
 class SparsityTarget:
@@ -168,7 +153,7 @@ class SparsityTarget:
             )
         for pool in pools:
             pool.check(self.floor)
-        self._complete_state(list(self._groups()))
+        complete_state(list(self._groups()), self.target, self._end)
         for hooks in self._hooks:
             hooks.register()
 
@@ -199,9 +184,7 @@ class SparsityTarget:
             return
         for hooks in self._hooks:
             hooks.detach()
-        for group in self._groups():
-            for key in _KEYS:
-                group.pop(key, None)
+        remove_state(self._groups())
 
     def step(self) -> None:
         """Do nothing. Deprecated: the target acts in the optimizer's step."""
@@ -236,36 +219,6 @@ class SparsityTarget:
 
     # State
 
-    def _complete_state(self, groups: list[Group]) -> None:
-        """Copy the state of complete groups to groups without one; create it if there is none.
-
-        Groups lack it at first and after ``add_param_group``. The groups of a checkpoint lack it
-        if the checkpoint was written without this target.
-        """
-        complete = [group for group in groups if group.get("target_sparsity") == self.target]
-        if len(complete) == len(groups):
-            return
-        state: Group = dict.fromkeys(_STATE, 0.0) | {"target_step": 0}
-        if complete:
-            state = {key: complete[0][key] for key in _STATE}
-        elif any("target_sparsity" in group for group in groups):
-            warnings.warn(
-                f"the optimizer has the state of another target, "
-                f"{groups[0].get('target_sparsity')}; the ramp to {self.target:g} starts over",
-                stacklevel=3,
-            )
-        if state["target_step"] >= self._end:
-            warnings.warn(
-                "a parameter group was added after the end of the SparsityTarget's ramp; it is "
-                "neither decayed nor pruned",
-                stacklevel=3,
-            )
-        for group in groups:
-            if group.get("target_sparsity") != self.target:
-                initial = [-1] * len(group["params"])
-                group.update(state, target_sparsity=self.target, target_initial=initial)
-                group["decay_scale"] = 0.0
-
     def _save(self, **state: float) -> None:
         for group in self._groups():
             group.update(state)
@@ -282,14 +235,14 @@ class SparsityTarget:
         self._stepped.clear()
         self._probes.clear()
         groups = [dict(group) for group in state_dict["param_groups"]]
-        self._complete_state(groups)
+        complete_state(groups, self.target, self._end)
         return {**state_dict, "param_groups": groups}
 
     # Steps
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Remember some weights, to measure how far the step moves them."""
-        self._complete_state(list(self._groups()))
+        complete_state(list(self._groups()), self.target, self._end)
         if optimizer in self._stepped:  # another optimizer of the list skipped the last step
             self._advance()
         # Without a pull, the measurement only finds out whether the step was finite.
@@ -319,7 +272,7 @@ class SparsityTarget:
         self._save(target_step=step)
         if not self._begin <= step <= self._end:
             return
-        self._count_initial_zeros()
+        count_initial_zeros(self._groups())
         finite = self._measure_update()
         if step == self._end:
             self._zero_smallest(1.0)
@@ -335,15 +288,6 @@ class SparsityTarget:
     def _is_stage(self, step: int) -> bool:
         """Check whether weights are ranked after this step."""
         return self._begin <= step <= self._end and (step - self._begin) % self._every == 0
-
-    def _count_initial_zeros(self) -> None:
-        """Count the zeros of the parameters that take part for the first time."""
-        for group in self._groups():
-            initial = list(group["target_initial"])  # a copy: state_dict() shares the list
-            for i, param in steered(group):
-                if initial[i] < 0:
-                    initial[i] = count_zeros([param])
-            group["target_initial"] = initial
 
     def _measure_update(self) -> bool:
         """Update the running measurements; return False and keep them after a non-finite step."""
@@ -401,24 +345,10 @@ class SparsityTarget:
         for optimizer in self.optimizers:
             for group in zero_keeping_groups(optimizer, "SparsityTarget"):
                 scales = [
-                    self._scale_for(group, taus[param], optimizer) if param in taus else HOLD
+                    scale_at(taus[param], self.pull, group, optimizer) if param in taus else HOLD
                     for param in group["params"]
                 ]
                 group["decay_scale"] = scales if self._by_layer else max(scales)
-
-    def _scale_for(self, group: Group, tau: float, optimizer: Optimizer) -> float:
-        penalty = as_penalty(group["decay"])
-        attachment = attachment_of(optimizer)
-        rate = float(attachment.rate(group) if attachment else decay_rate(group, optimizer))
-        if not tau or not math.isfinite(tau) or not rate or penalty is None:
-            return HOLD  # there are more zeros than the ramp asks for, or the learning rate is 0
-        lowest = min(p for p, lam in penalty.pairs() if lam)
-        share = self.pull * (1.0 if lowest < 1 else _SHARE_FROM_1_ON)
-        # Above p = 1 the pull grows with the weight. It is set at the typical weight that remains:
-        # set at tau, it would grow without bound on these as tau falls to zero.
-        large = max(tau, group["target_magnitude"])
-        pull: float = sum(lam * (large if p > 1 else tau) ** (p - 1) for p, lam in penalty.pairs())
-        return float(share * group["target_update"] / (rate * pull))
 
 
 def target_of(optimizer: Optimizer) -> SparsityTarget | None:

@@ -1,0 +1,39 @@
+"""The decay scale with which a sparsity target shrinks the weights that it removes next.
+
+``tau`` is the quantile of |w| at the sparsity that the ramp asks for now. ``decay_scale`` is set so
+that a weight at tau shrinks at a given speed, the `pull`. For p < 1 all weights below tau then
+shrink faster and all above it slower. Weights are set to zero only after they have had time to
+shrink.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+
+from pdecay._core.group_settings import Group
+from pdecay._core.penalty import as_penalty
+from pdecay._optim.attachment import attachment_of
+from pdecay._optim.engine import decay_rate
+from pdecay._sparsity.freezing import HOLD
+
+# From p = 1 on, larger weights are pulled at least as hard as those at tau, and the full pull would
+# remove them too.
+_SHARE_FROM_1_ON = 0.3
+
+
+def scale_at(tau: float, pull: float, group: Group, optimizer: Optimizer) -> float:
+    """Return the ``decay_scale`` of a group whose weights at `tau` shrink by `pull` updates."""
+    penalty = as_penalty(group["decay"])
+    attachment = attachment_of(optimizer)
+    rate = float(attachment.rate(group) if attachment else decay_rate(group, optimizer))
+    if not tau or not math.isfinite(tau) or not rate or penalty is None:
+        return HOLD  # there are more zeros than the ramp asks for, or the learning rate is 0
+    lowest = min(p for p, lam in penalty.pairs() if lam)
+    share = pull * (1.0 if lowest < 1 else _SHARE_FROM_1_ON)
+    # Above p = 1 the decay grows with the weight. It is set at the typical weight that remains:
+    # set at tau, it would grow without bound on these as tau falls to zero.
+    large = max(tau, group["target_magnitude"])
+    speed: float = sum(lam * (large if p > 1 else tau) ** (p - 1) for p, lam in penalty.pairs())
+    return float(share * group["target_update"] / (rate * speed))

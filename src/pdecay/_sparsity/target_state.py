@@ -1,0 +1,71 @@
+"""The state of a sparsity target, in the optimizer's parameter groups.
+
+The state is plain numbers. The first four are equal in all groups: a group that joins later copies
+them from another.
+
+    group["target_sparsity"]   the target; tells the states of different targets apart
+    group["target_step"]       the number of optimizer steps
+    group["target_update"]     the running size of the optimizer's update of one weight
+    group["target_magnitude"]  the mean magnitude of the nonzero weights
+    group["target_initial"]    for each parameter, its zeros when it joined the ramp; -1 before
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from pdecay._core.group_settings import Group
+from pdecay._sparsity.pools import steered
+from pdecay._sparsity.ranking import count_zeros
+
+_SHARED = ("target_step", "target_update", "target_magnitude")
+_KEYS = ("target_sparsity", *_SHARED, "target_initial")
+
+
+def complete_state(groups: list[Group], target: float, end: int) -> None:
+    """Copy the state of complete groups to groups without one; create it if there is none.
+
+    Groups lack it at first and after ``add_param_group``. The groups of a checkpoint lack it if
+    the checkpoint was written without this target. `end` is the last step of the ramp.
+    """
+    complete = [group for group in groups if group.get("target_sparsity") == target]
+    if len(complete) == len(groups):
+        return
+    state: Group = dict.fromkeys(_SHARED, 0.0) | {"target_step": 0}
+    if complete:
+        state = {key: complete[0][key] for key in _SHARED}
+    elif any("target_sparsity" in group for group in groups):
+        warnings.warn(
+            f"the optimizer has the state of another target, "
+            f"{groups[0].get('target_sparsity')}; the ramp to {target:g} starts over",
+            stacklevel=3,
+        )
+    if state["target_step"] >= end:
+        warnings.warn(
+            "a parameter group was added after the end of the SparsityTarget's ramp; it is "
+            "neither decayed nor pruned",
+            stacklevel=3,
+        )
+    for group in groups:
+        if group.get("target_sparsity") != target:
+            initial = [-1] * len(group["params"])
+            group.update(state, target_sparsity=target, target_initial=initial)
+            group["decay_scale"] = 0.0
+
+
+def count_initial_zeros(groups: Iterable[Group]) -> None:
+    """Count the zeros of the parameters that take part for the first time."""
+    for group in groups:
+        initial = list(group["target_initial"])  # a copy: state_dict() shares the list
+        for i, param in steered(group):
+            if initial[i] < 0:
+                initial[i] = count_zeros([param])
+        group["target_initial"] = initial
+
+
+def remove_state(groups: Iterable[Group]) -> None:
+    """Remove all keys of a target."""
+    for group in groups:
+        for key in _KEYS:
+            group.pop(key, None)
