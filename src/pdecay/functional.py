@@ -8,6 +8,7 @@ given tensor, biases included.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,6 +65,9 @@ def padam(
         >>> w[0, 0], step
         (tensor(0.8182), tensor(1.))
     """
+    state = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "state_steps": state_steps}
+    state |= {"max_exp_avg_sqs": max_exp_avg_sqs} if amsgrad else {}
+    _check_lengths(params, grads=grads, **state)
     group = _group(decay, lr, foreach, fused)
     group |= {"betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
     group |= {"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable}
@@ -104,12 +108,25 @@ def psgd(
         >>> w[0, 0]
         tensor(0.8182)
     """
+    _check_lengths(params, grads=grads)
+    if bool(momentum != 0):
+        _check_lengths(params, momentum_buffers=momentum_buffers)
     group = _group(decay, lr, foreach, fused)
     group |= {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
     group |= {"weight_decay": weight_decay, "maximize": maximize}
     rate = decay_rate(group, None)
     has_sparse_grad = any(grad.is_sparse for grad in grads)
     sgd_step_(params, grads, momentum_buffers, group, rate, {}, has_sparse_grad=has_sparse_grad)
+
+
+def _check_lengths(params: Sequence[Any], **lists: Sequence[Any]) -> None:
+    """Raise a ValueError for a list that does not have one entry for each parameter."""
+    for name, values in lists.items():
+        if len(values) != len(params):
+            raise ValueError(
+                f"{name} must have one entry for each of the {len(params)} parameters, "
+                f"got {len(values)}"
+            )
 
 
 def _group(

@@ -280,6 +280,26 @@ class TestMemory:
         optimizer.step()
         assert torch.equal(*weights)
 
+    def test_step_count_with_negative_bit(self):
+        expected, plain = one_weight(padam, torch.ones(2, 2))
+        weight, optimizer = one_weight(padam, torch.ones(2, 2))
+        optimizer.state[weight]["step"] = torch.tensor(-1.0j).conj().imag  # 1; memory has -1
+        plain.step()
+        optimizer.step()
+        assert torch.equal(weight, expected)
+        assert optimizer.state[weight]["step"].item() == 2
+
+    @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
+    @pytest.mark.parametrize("build", [padam, psgd])
+    def test_state_that_cannot_hold_the_result_raises(self, build, dtype):
+        weight, optimizer = one_weight(build, torch.ones(2, 2))
+        key = "exp_avg" if build is padam else "momentum_buffer"
+        optimizer.state[weight][key] = torch.ones(2, 2, dtype=dtype)
+        before = weight.detach().clone()
+        with pytest.raises(ValueError, match="real floating-point"):
+            optimizer.step()
+        assert torch.equal(weight, before)
+
 
 class TestTracing:
     """Under any tracer or transform, the step consists of torch's own operations."""
@@ -480,6 +500,26 @@ class TestFunctional:
             )
         assert same(ours, weight.detach())
         assert not momentum or same(buffers[0], optimizer.state[weight]["momentum_buffer"])
+
+    @FUSED
+    @pytest.mark.parametrize("name", ["grads", "exp_avgs", "exp_avg_sqs", "state_steps"])
+    @pytest.mark.parametrize("length", [0, 1, 3])
+    def test_padam_refuses_lists_of_other_lengths(self, path, name, length):
+        keys = ("params", "grads", "exp_avgs", "exp_avg_sqs", "state_steps")
+        lists = {key: [torch.ones(2, 2) for _ in range(2)] for key in keys}
+        lists["state_steps"] = [torch.tensor(0.0) for _ in range(2)]
+        lists[name] = (lists[name] * 2)[:length]
+        settings = {"decay": DECAY, "lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+        with pytest.raises(ValueError, match=f"{name} must have one entry .* 2 param.* {length}"):
+            pdecay.functional.padam(**lists, max_exp_avg_sqs=[], **settings, **path)
+
+    def test_missing_maxima_and_buffers_are_refused(self):
+        w, g, m, v = ([torch.ones(2, 2)] for _ in range(4))
+        settings = {"decay": DECAY, "lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+        with pytest.raises(ValueError, match="max_exp_avg_sqs must have one entry"):
+            pdecay.functional.padam(w, g, m, v, [], [torch.tensor(0.0)], amsgrad=True, **settings)
+        with pytest.raises(ValueError, match="momentum_buffers must have one entry"):
+            pdecay.functional.psgd(w, g, [], decay=DECAY, lr=0.1, momentum=0.9)
 
     def test_vmap(self):
         def step(w, g):

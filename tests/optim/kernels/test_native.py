@@ -411,6 +411,24 @@ def is_ordinary(tensor):
 def test_table_of_lists_of_different_lengths_is_none():
     assert native.table_of([[torch.ones(3)], []]) is None
     assert native.table_of([[], []]) is None
+    one, two, three = ([torch.ones(3)] * n for n in (1, 2, 3))
+    assert native.table_of([two, one, three]) is None
+
+
+def test_missing_step_counts_raise():
+    w, g, m, v = ([torch.ones(3)] for _ in range(4))
+    with pytest.raises(ValueError, match="0 step counts for 1 weights"):
+        native.adam_(
+            *(w, g, m, v, [], []),
+            terms=[],
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=0.0,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def test_copy_copies_all_dtypes():

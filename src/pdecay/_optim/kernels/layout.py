@@ -135,6 +135,11 @@ class Batch:
             same_layout = tensor.dtype == self.dtype and tensor.stride() == weight.stride()
             if same_layout and is_plain(tensor):
                 continue
+            if not tensor.is_floating_point():  # the copy would drop fractions or imaginary parts
+                raise ValueError(
+                    "gradients and state of a real weight must be real floating-point tensors, "
+                    f"got {tensor.dtype}"
+                )
             with torch.no_grad():
                 result[i] = torch.empty_like(weight, requires_grad=False).copy_(tensor)
             if written:

@@ -103,7 +103,7 @@ def table_of(streams: Sequence[Tensors]) -> Table | None:
     """
     count = len(streams[0])
     tensors = [*chain(*streams)]
-    if not count or len(tensors) != count * len(streams) or not are_plain(tensors):
+    if not count or {*map(len, streams)} != {count} or not are_plain(tensors):
         return None
     objects = array("Q", map(id, tensors))
     sizes, data = array("q", bytes(8 * count)), array("Q", bytes(8 * len(tensors)))
@@ -165,6 +165,8 @@ def adam_(
     streams = [params, grads, exp_avgs, exp_avg_sqs]
     if amsgrad:
         streams.append(max_exp_avg_sqs)
+    if len(state_steps) != len(params):  # C reads one for each weight
+        raise ValueError(f"got {len(state_steps)} step counts for {len(params)} weights")
     per_mean = 1 / mean if mean else 0.0
     hyper = (lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, per_mean)
     steps = table_of([state_steps])
@@ -173,14 +175,12 @@ def adam_(
         addresses, double_steps = steps.data, bool(steps.dtype)
     else:
         copies = _step_counts(state_steps)
-        addresses = array("Q", map(Tensor.data_ptr, copies))
-        double_steps = bool(copies) and copies[0].dtype == torch.float64
+        addresses, double_steps = array("Q", map(Tensor.data_ptr, copies)), True
     for call, indices in _calls(streams, terms, rate, scales, table):
         own = addresses if indices is None else array("Q", [addresses[i] for i in indices])
         _check(library.pdecay_adam(call, _address(own), double_steps, *hyper))
     for step, count in zip(state_steps, copies, strict=False):
-        if count is not step:
-            step.copy_(count)
+        step.copy_(count)
 
 
 def sgd_(
@@ -359,10 +359,7 @@ def _check(status: int) -> None:
 
 
 def _step_counts(steps: Tensors) -> Tensors:
-    """Return the step counts in one dtype that C reads: float32 or float64, else as copies."""
+    """Return copies of step counts that C cannot read: integers, lazy numbers, several dtypes."""
     if steps and (set(map(Tensor.numel, steps)) != {1} or not all_on_cpu(steps)):
         raise ValueError("a step count must be one number on the CPU")
-    dtypes = {step.dtype for step in steps}
-    if dtypes <= {torch.float32} or dtypes <= {torch.float64}:
-        return steps
-    return [step.double() for step in steps]  # integers, or a mixture
+    return [torch.tensor(step.item(), dtype=torch.float64) for step in steps]
