@@ -153,6 +153,8 @@ def test_cache_location_follows_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("PDECAY_CACHE", str(tmp_path / "here"))
     assert build._cache_folder() == tmp_path / "here" / "kernels"
     assert stat.S_IMODE((tmp_path / "here" / "kernels").stat().st_mode) == 0o700
+    monkeypatch.setenv("PDECAY_CACHE", "~/there")
+    assert build._cache_folder() == tmp_path / "home" / "there" / "kernels"
 
 
 def test_unwritable_cache_falls_back_to_temporary_folder(tmp_path):
@@ -456,6 +458,30 @@ def test_fork_during_a_build_does_not_deadlock_the_child(filled):
     print(os.waitstatus_to_exitcode(status) if done else "deadlock")
     """
     assert run(code, filled) == "7"
+
+
+def test_forked_process_that_exits_does_not_disturb_the_build(tmp_path):
+    code = """
+    import os, sys, threading
+    from pdecay._native import build
+    entered, leave = threading.Event(), threading.Event()
+    original = build._run
+    def slow(*args, **kwargs):
+        entered.set()
+        leave.wait(60)
+        return original(*args, **kwargs)
+    build._run = slow
+    thread = threading.Thread(target=build.load, args=("ranking", False))
+    thread.start()
+    entered.wait(60)
+    if os.fork() == 0:
+        sys.exit()  # runs what is registered to run at exit
+    os.wait()
+    leave.set()
+    thread.join()
+    print("loaded" if build.load("ranking", False) else "")
+    """
+    assert run(code, tmp_path / "cache") == "loaded"
 
 
 def test_openmp_runtime_in_a_folder_with_spaces():

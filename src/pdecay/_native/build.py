@@ -29,7 +29,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 __all__ = ["KernelUnavailable", "load"]
@@ -122,7 +122,7 @@ def _load(name: str, threads: bool) -> ctypes.CDLL:
             return library
         if _runs_code(folder):
             return _build(name, compiler, runtime, folder / file_name)
-    with tempfile.TemporaryDirectory(prefix="pdecay-") as temporary:
+    with _temporary_folder("pdecay-") as temporary:
         folder = Path(temporary).resolve()
         if not _is_private(folder) or not _runs_code(folder):
             raise KernelUnavailable(
@@ -159,7 +159,7 @@ def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> c
     """
     reason = "no option tried"
     give_up = time.monotonic() + TIMEOUT
-    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=path.parent) as folder:
+    with _temporary_folder(f"{name}-", path.parent) as folder:
         object_file, part = (os.path.join(folder, f"{name}.{suffix}") for suffix in ("o", "so"))
         run = functools.partial(_run, folder=folder)
         for options, link in _attempts(runtime):
@@ -179,6 +179,20 @@ def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> c
             except OSError as error:
                 reason = _one_line(str(error))
     raise KernelUnavailable(f"cannot compile {name}.c: {reason}")
+
+
+@contextlib.contextmanager
+def _temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[str]:
+    """Create a folder that is removed at the end of the context.
+
+    Unlike tempfile.TemporaryDirectory, a process that another thread forks meanwhile does not
+    remove the folder at its own exit.
+    """
+    folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _publish(part: str, path: Path) -> None:
@@ -309,7 +323,7 @@ def _cache_folder() -> Path | None:
             return None
         root = os.path.join(caches, "pdecay")
     try:
-        folder = Path(os.path.realpath(root), "kernels")
+        folder = Path(os.path.realpath(os.path.expanduser(root)), "kernels")
         for path in (*reversed(folder.parents), folder):
             path.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
