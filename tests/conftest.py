@@ -50,7 +50,6 @@ SLOW = (
     "native",
     "optax_",
     "optim/kernels/test_compiled.py",
-    "optim/test_distributed.py",
     "optim/test_torch_conventions.py",
     "upstream",
 )

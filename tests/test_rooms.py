@@ -7,8 +7,9 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "pdecay"
 
-# Each package may import those before it. The last ones are leaves: nothing imports them.
+# Each package may import those before it.
 ORDER = ("_utils", "_core", "_native", "prox", "_optim", "_sparsity", "deployment", "lab", "cli")
+# No other package imports these. Each may import the packages up to the given one.
 LEAVES = {
     "functional": "_optim",
     "optax": "_core",
@@ -24,22 +25,22 @@ FILES = [
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_point_one_way(path):
-    room = room_of(path)
-    allowed = ORDER[: ORDER.index(LEAVES.get(room, room)) + 1]
+    package = package_of(path)
+    allowed = ORDER[: ORDER.index(LEAVES.get(package, package)) + 1]
     for module in imported(path):
         target = module.split(".")[1] if "." in module else "pdecay"
-        if target == room or target not in (*ORDER, *LEAVES):
+        if target == package or target not in (*ORDER, *LEAVES):
             continue
-        assert target in allowed, f"{room} must not import {module}"
+        assert target in allowed, f"{package} must not import {module}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_private_names_stay_in_their_package(path):
-    room = room_of(path)
+    package = package_of(path)
     for node in ast.walk(ast.parse(path.read_text())):
         if not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pdecay.")):
             continue
-        if node.module.split(".")[1] == room:
+        if node.module.split(".")[1] == package:
             continue
         for alias in node.names:
             module = SOURCE.joinpath(*node.module.split(".")[1:], alias.name)
@@ -47,7 +48,7 @@ def test_private_names_stay_in_their_package(path):
             assert is_module or not alias.name.startswith("_"), f"{node.module}.{alias.name}"
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 

@@ -16,7 +16,7 @@ def _no_figures(monkeypatch):
 
 
 @pytest.fixture
-def run(write):
+def one_run(write):
     return write([record(task="digits", layers=MLP, p=0.8, lam=0.01)])
 
 
@@ -33,9 +33,9 @@ def error_of(run_cli, tmp_path):
     return run
 
 
-def test_output_names_the_studies_and_files(run_cli, tmp_path, run):
+def test_output_names_the_experiments_and_files(run_cli, tmp_path, one_run):
     out = tmp_path / "out"
-    assert run_cli("report", run, "--out", out) == (
+    assert run_cli("report", one_run, "--out", out) == (
         "digits, scale cpu, 1,500 steps: 1 run\n"
         f"wrote {out / 'index.html'} and 5 figures and tables\n"
     )
@@ -65,22 +65,22 @@ def test_empty_file_is_reported(error_of, tmp_path):
     assert "run pdecay train or pdecay sweep first" in message
 
 
-def test_newer_schema_is_reported(error_of, tmp_path, run):
-    newer = json.loads(run.read_text()) | {"schema": records.SCHEMA + 1}
-    run.write_text(json.dumps(newer))
-    assert "written by a newer pdecay" in error_of(run)
+def test_newer_schema_is_reported(error_of, tmp_path, one_run):
+    newer = json.loads(one_run.read_text()) | {"schema": records.SCHEMA + 1}
+    one_run.write_text(json.dumps(newer))
+    assert "written by a newer pdecay" in error_of(one_run)
 
 
-def test_incomplete_line_is_reported(error_of, tmp_path, run):
-    run.write_text(run.read_text() + run.read_text()[:300])
-    assert f"{run}, line 2 is not JSON" in error_of(run)
+def test_incomplete_line_is_reported(error_of, tmp_path, one_run):
+    one_run.write_text(one_run.read_text() + one_run.read_text()[:300])
+    assert f"{one_run}, line 2 is not JSON" in error_of(one_run)
 
 
 def test_missing_argument_is_reported(run_cli):
     assert "RUNS" in run_cli("report", code=2)
 
 
-def test_output_that_is_a_file_is_reported(run_cli, tmp_path, run):
+def test_output_that_is_a_file_is_reported(run_cli, tmp_path, one_run):
     (tmp_path / "file").touch()
-    error = run_cli("report", run, "--out", tmp_path / "file", code=2)
+    error = run_cli("report", one_run, "--out", tmp_path / "file", code=2)
     assert "cannot write to" in error

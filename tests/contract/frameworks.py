@@ -1,8 +1,8 @@
 """One training run for every framework, side by side with a numpy reference in double precision.
 
-To put another framework under the contract, write a subclass of :class:`Run` with two methods and
-add it to ``FRAMEWORKS``; ``test_frameworks.py`` does the rest. :class:`Keras` is not in it: Keras
-has one backend for each process, and ``tests/keras_`` starts one process for each backend.
+To put another framework under the contract, write a subclass of :class:`Run` and add it to
+``FRAMEWORKS``; ``test_frameworks.py`` does the rest. :class:`Keras` is not in it: Keras has one
+backend for each process, and ``tests/keras_`` starts one process for each backend.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOMENTUM = 0.9
 # of 6e-5.
 BETAS = (0.9, 0.99)
 EPS = 1e-8
-ZERO = 1e-13
+ZERO = 1e-13  # smaller weights count as zero
 # Warmup from 0, a plateau, a pause at 0, and a decay back to 0.
 RATES = np.concatenate(
     [np.linspace(0, 0.02, 11), np.full(39, 0.02), np.zeros(5), np.linspace(0.02, 0, 45)]
@@ -73,7 +73,7 @@ def gradient(weights: Weights, step: int) -> Weights:
 class Run:
     """A training run of one framework.
 
-    Both methods exchange float arrays of numpy. The learning rate of step t is ``RATES[t]``; a
+    Weights and gradients are float arrays of numpy. The learning rate of step t is ``RATES[t]``; a
     framework that has schedules should use one.
     """
 

@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from pdecay.integrations.transformers import SparsityCallback, save_pretrained  # noqa: E402
 
-STEPS, TARGET = 30, 0.9  # the ramp ends after step 21
+STEPS, TARGET = 30, 0.9  # the ramp ends at step 26
 LENGTH, VOCABULARY = 12, 20
 CONFIG = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2,
           "bos_token_id": 0, "eos_token_id": 0, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
@@ -51,7 +51,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def labels_of(ids):
-    # Without the first label, which has no prediction, there is one way to count the labels.
+    # Nothing predicts the first token. Trainer and the plain loop must not count its label.
     labels = ids.clone()
     labels[..., 0] = -100
     return labels

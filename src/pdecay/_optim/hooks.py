@@ -32,7 +32,7 @@ from pdecay._core.parameters import is_zero
 
 T = TypeVar("T", bound="StepHooks")
 
-_OPTIMIZER_FILE = sys.modules[Optimizer.__module__].__file__
+_OPTIMIZER_FILE = sys.modules[Optimizer.__module__].__file__  # torch runs the hooks in it
 
 
 class StepHooks:
@@ -93,7 +93,8 @@ class StepHooks:
         if self._outer_step is not None and _is_inside(frame, self._outer_step):
             return
         self._outer_step = frame
-        self.before_step(has_closure=any(callable(arg) for arg in (*args[1:], *kwargs.values())))
+        given = (*args[1:], *kwargs.values())  # the first argument is the optimizer
+        self.before_step(has_closure=any(callable(arg) for arg in given))
 
     @_disable_dynamo
     @torch.no_grad()

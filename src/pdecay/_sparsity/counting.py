@@ -15,7 +15,7 @@ from pdecay._core.parameters import decays_by_default, has_transposed_weight, ow
 from pdecay._core.penalty import magnitude
 from pdecay._core.validation import check_number
 from pdecay._optim.hooks import unwrap
-from pdecay._utils.tables import aligned
+from pdecay._utils.tables import ruled
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,7 @@ class SparsityReport:
         for title, layers in (("decayed", self._decayed()), ("all", self.layers)):
             size = sum(layer.size for layer in layers)
             rows.append((title, "", f"{size:,}", f"{self._share(layers):.2%}", "", ""))
-        lines = aligned(rows)
-        rule = "-" * max(map(len, lines))
-        lines = [lines[0], rule, *lines[1:-2], rule, *lines[-2:]]
+        lines = ruled(rows, totals=2)
         if len(self._decayed()) < len(self.layers):
             lines.append("* not decayed")
         return "\n".join(lines)

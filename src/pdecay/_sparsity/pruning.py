@@ -178,9 +178,10 @@ class GradualMagnitudePruning(_Pruning):
 
     All weights are ranked together. After t steps the share
 
-        sparsity * (1 - (1 - (t - t_0) / (t_1 - t_0))^3),    t_0 = start, t_1 = end
+        sparsity * (1 - (1 - (t - t_0) / (t_1 - t_0))^3)
 
-    of them is zero, updated every `every` steps. At the end of the ramp the count is exact, and
+    of them is zero, updated every `every` steps. The ramp begins at step t_0 = start * total_steps
+    and ends at step t_1 = end * total_steps. At the end of the ramp the count is exact, and
     the remaining weights train on. Once the ramp has begun, zero weights stay zero. No mask is
     stored: the zeros before each update are the mask.
 

@@ -12,7 +12,7 @@ EXAMPLE = "pdecay demo --out pdecay-demo"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "folder for the figures and numbers"
+    text = "folder for the figures and records"
     add(parser, "--out", text, Path, Path("pdecay-demo"), metavar="DIR")
     add(parser, "--seed", "the first seed; equal seeds give equal results", natural_number, 0)
     add(parser, "--quick", "a few short runs, to check that everything works", bool)

@@ -17,9 +17,9 @@ _SUFFIXES = {"onnx": ".onnx", "sparse": ".safetensors", "dense": ".safetensors"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
-    add(parser, "--onnx", "the compacted model for ONNX Runtime; its outputs are compared", Path)
-    add(parser, "--sparse", "the weights without zeros, for pdecay.load", Path)
-    add(parser, "--dense", "the weights as an ordinary safetensors file", Path)
+    add(parser, "--onnx", "write the compacted model as ONNX and compare its outputs", Path)
+    add(parser, "--sparse", "write the weights without zeros, for pdecay.load", Path)
+    add(parser, "--dense", "write the weights as an ordinary safetensors file", Path)
 
 
 def run(args: argparse.Namespace) -> int:

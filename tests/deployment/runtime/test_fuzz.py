@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(bool(layers_kernel.available()), reason="no comp
 
 
 class Step(nn.Module):
-    """Two layers, a norm and a shared ReLU, combined in a random common pattern."""
+    """Two layers, a norm and a shared ReLU, combined in one of `PATTERNS`."""
 
     def __init__(self, channels: int, relu: nn.ReLU, dice: random.Random, images: bool) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_random_network(clock, seed):
     def draw():
         weight = model[0].first.weight
         sizes = [dice.choice([1, 2, 5, 17]), len(weight)]
-        sizes += [dice.choice([1, 4, 7, 9, 16, 20, 32]) for _ in range(2 * images)]
+        sizes += [dice.choice([1, 4, 7, 9, 16, 20, 32]) for _ in range(2 if images else 0)]
         x = torch.randn(sizes, dtype=weight.dtype)
         return x.to(memory_format=memory) if images else x
 

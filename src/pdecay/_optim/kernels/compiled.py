@@ -48,7 +48,7 @@ _CPU_OPTIONS: dict[str, Any] = {
 def available(device: torch.device | str = "cpu") -> str | None:
     """Return None if torch.compile works for the device, else the reason. Compiles a kernel."""
     try:
-        _compile(_decay, 2, 6, (), torch.float32, torch.device(device))
+        _compile(_decay, 2, 5, (), torch.float32, torch.device(device))
     except KernelUnavailable as reason:
         return str(reason)
     return None
@@ -178,8 +178,8 @@ def _decayed(w_tilde: Tensor, w_old: Tensor, numbers: Sequence[Tensor]) -> Tenso
     rate, at_zero, total, *powers = numbers
     tiny = torch.finfo(w_tilde.dtype).tiny
     log = _log2(w_old.abs())
-    for q, whole, mantissa in zip(powers[::3], powers[1::3], powers[2::3], strict=True):
-        total = total + mantissa * _power(log, q, whole)
+    for q, log_c in zip(powers[::2], powers[1::2], strict=True):
+        total = total + _power(log, q, log_c)
     w = w_tilde * torch.where(w_old.abs() < tiny, at_zero, 1 / total)
     w = torch.where(w.abs() < tiny, 0.0, w)
     return torch.where(rate > 0, w, w_tilde)  # rate = 0 changes nothing, not even a zero
@@ -202,14 +202,15 @@ def _log2(x: Tensor) -> tuple[Tensor, Tensor]:
     return log, torch.zeros_like(log)
 
 
-def _power(log: tuple[Tensor, Tensor], q: Tensor, whole: Tensor) -> Tensor:
-    """Return ``x^q * 2^whole`` from log2 x, on a CPU as in fastpow.h."""
+def _power(log: tuple[Tensor, Tensor], q: Tensor, log_c: Tensor) -> Tensor:
+    """Return ``c * x^q`` from log2 x and log2 c, on a CPU as in fastpow.h."""
     exponent, part = log
+    rest = q * part + log_c
     if not (part.is_cpu and part.dtype == torch.float32):
-        return (q * exponent + whole).exp2()
+        return (q * exponent + rest).exp2()
     rounder = 1.5 * 2**23 + 127
-    rounded = (q * exponent + (q * part + whole)) + rounder
-    z = q * part + (q * exponent + ((whole + rounder) - rounded))
+    rounded = (q * exponent + rest) + rounder
+    z = (q * exponent - (rounded - rounder)) + rest
     zz = z * z
     high = (0.2402212 + 0.05550713 * z) + zz * (0.009675542 + 0.0013276472 * z)
     scale = rounded.view(torch.int32).clamp(0x4B400001, 0x4B4000FD) << 23
@@ -241,7 +242,7 @@ def _run(
     calls = []
     for batch in batches(streams, read_only=(1,), keys=keys):
         wide = batch.dtype if batch.dtype == torch.float64 else torch.float32
-        values = [*numbers_of(batch.indices[0]), *_decay_numbers(terms, rate, wide)]
+        values = [*numbers_of(batch.indices[0]), *_decay_numbers(terms, rate)]
         numbers = _vector(values, wide, batch.device)
         kernel = _compile(function, len(streams), len(values), flags, batch.dtype, batch.device)
         calls.append((batch, kernel, numbers))
@@ -252,27 +253,19 @@ def _run(
         batch.finish()
 
 
-def _decay_numbers(terms: Terms, rate: Number, dtype: torch.dtype) -> list[Number]:
-    """Return rate, the factor at w = 0, 1 + the terms with p = 2, then 3 numbers a term.
+def _decay_numbers(terms: Terms, rate: Number) -> list[Number]:
+    """Return rate, the factor at w = 0, 1 + the terms with p = 2, then 2 numbers a term.
 
-    The 3 numbers are q = p - 2, whole and mantissa, with ``rate * lam = mantissa * 2^whole``: so
-    scaled, the power does not overflow.
+    The 2 numbers are ``q = p - 2`` and ``log2 c`` with ``c = rate * lam``. The logarithms of the
+    power and of c are added, so that only the product can overflow.
     """
     live = [(p, rate * lam) for p, lam in terms if lam and (isinstance(rate, Tensor) or rate * lam)]
     constant = 1 + sum(c for p, c in live if p == 2)
     at_zero = 0.0 if any(p < 2 for p, _ in live) else 1 / constant
     numbers: list[Number] = [rate if live else 0.0, at_zero, constant]
-    limits = torch.finfo(dtype)
     for p, c in live:
-        if p == 2:
-            continue
-        if isinstance(c, Tensor):
-            c = c.clamp(limits.tiny, limits.max)
-            whole: Number = c.log2().round()
-        else:
-            c = min(max(c, limits.tiny), limits.max)
-            whole = float(round(math.log2(c)))
-        numbers += [p - 2, whole, c * 2.0**-whole]
+        if p != 2:
+            numbers += [p - 2, c.log2() if isinstance(c, Tensor) else math.log2(c)]
     return numbers
 
 

@@ -61,7 +61,7 @@ class MultiheadAttention(nn.Module):
         if is_causal and attn_mask is None:
             raise ValueError("is_causal is only a hint about attn_mask: give attn_mask as well")
         batched = query.ndim == 3
-        swapped = batched and not self.batch_first
+        swapped = batched and not self.batch_first  # inputs are (length, batch, width)
         queries, keys, values = (
             heads.transpose(1, 2) for heads in self._project(query, key, value, batched, swapped)
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdecay._utils.tables import aligned
+from pdecay._utils.tables import ruled
 from pdecay.deployment.compact.analysis import Analysis
 from pdecay.deployment.compact.removal import LAST, Removal
 from pdecay.deployment.compact.rules import rule_for
@@ -104,8 +104,7 @@ class CompactReport:
         if weights:
             rows: list[tuple[str, ...]] = [("weight", "before", "after")]
             rows += [(one.name, _size(one.before), _size(one.after)) for one in weights]
-            table = aligned(rows)
-            lines += ["", table[0], "-" * max(map(len, table)), *table[1:]]
+            lines += ["", *ruled(rows)]
         if self.kept:
             lines += ["", "dead units that were kept:"]
             lines += [f"  {one.layer}: {_units(len(one.units))}: {one.reason}" for one in self.kept]

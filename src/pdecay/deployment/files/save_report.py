@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pdecay._utils.tables import aligned
+from pdecay._utils.tables import ruled
 from pdecay.deployment.files.codec import lower_bound
 from pdecay.deployment.files.table import Row
 
@@ -95,9 +95,7 @@ class SaveReport:
         overhead = self.nbytes - sum(tensor.nbytes for tensor in self.tensors)
         rows.append(("names, shapes, metadata", "", "", "", "", f"{overhead:,}", ""))
         rows.append(("total", "", "", "", "", f"{self.nbytes:,}", f"{self.bound:,.0f}"))
-        lines = aligned(rows)
-        rule = "-" * max(map(len, lines))
-        lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+        lines = ruled(rows, totals=1)
         if self.nbytes:
             lines.append(
                 f"{self.path}: {self.nbytes:,} bytes, "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdecay._core.validation import check_number
-from pdecay._utils.tables import aligned
+from pdecay._utils.tables import ruled
 from pdecay.deployment.files.codec import lower_bound
 from pdecay.deployment.files.container import prefix_errors
 from pdecay.deployment.files.table import Row
@@ -163,9 +163,7 @@ class Inspection:
         dense = sum(layer.dense_nbytes for layer in self.layers)
         total = _sizes(dense, self.nbytes, self.bound)
         rows.append(("total", "", "", f"{self.sparsity:.2%}", "", "", *total))
-        lines = aligned(rows)
-        rule = "-" * max(map(len, lines))
-        return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+        return ruled(rows, totals=1)
 
     def _notes(self) -> list[str]:
         notes = [f"{_plain(name)} is tied to {_plain(other)}" for name, other in self.ties.items()]

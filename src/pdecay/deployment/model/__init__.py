@@ -1,4 +1,4 @@
-"""The ground that all deployment code shares: example inputs, outputs, and a model's state.
+"""Code that all of deployment shares: example inputs, outputs, and a model's state.
 
     inputs        the example inputs that a model runs on
     outputs       a model's output tensors, and the comparison of two models by them

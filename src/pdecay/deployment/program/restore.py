@@ -53,7 +53,7 @@ def restore(program: bytes, tensors: Mapping[str, Tensor], max_bytes: int) -> Sa
     Args:
         program: see :class:`Captured`.
         tensors: its tensors by name.
-        max_bytes: the most bytes of the decompressed program.
+        max_bytes: the maximum size of the decompressed program.
 
     Raises:
         ValueError: if the program is invalid.
@@ -110,8 +110,8 @@ class _Builder:
             make = self._sparse_call if target == SPARSE_LAYER else self._call
             self.values.append(make(target, args, kwargs))
         self.graph.output(tuple(decode(self.content["results"], self.values)))
-        for node in self.names:  # the weights of sparse layers
-            if not node.users:
+        for node in self.names:
+            if not node.users:  # a sparse layer holds this weight itself
                 self.graph.erase_node(node)
         self.graph.lint()
         return fx.GraphModule(self.root, self.graph)

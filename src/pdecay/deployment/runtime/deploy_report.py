@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pdecay._utils.tables import aligned
+from pdecay._utils.tables import aligned, ruled
 
 PLAN_FORMAT = ("chosen", "sparse")  # the keys that every plan has
 
@@ -114,9 +114,7 @@ class DeployReport:
             )
             for layer in self.layers
         ]
-        table = aligned(rows)
-        lines = [table[0], "-" * max(map(len, table)), *table[1:]]
-        lines += ["", *self._summary()]
+        lines = [*ruled(rows), "", *self._summary()]
         if self.chosen != "sparse":
             lines.append(
                 "sparse layers were not faster"

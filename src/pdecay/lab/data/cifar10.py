@@ -90,7 +90,7 @@ class AllowList(pickle.Unpickler):
     """An unpickler for dictionaries, lists, strings, numbers and numpy byte arrays only."""
 
     def find_class(self, module: str, name: str) -> Any:
-        allowed = _names().get((module.replace("numpy._core", "numpy.core"), name))
+        allowed = _allowed_functions().get((module.replace("numpy._core", "numpy.core"), name))
         if allowed is None:
             raise DataError(
                 f"is a pickle that calls {module}.{name}, which CIFAR-10 does not need; nothing "
@@ -103,7 +103,7 @@ class AllowList(pickle.Unpickler):
 
 
 @functools.cache
-def _names() -> dict[tuple[str, str], Callable[..., Any]]:
+def _allowed_functions() -> dict[tuple[str, str], Callable[..., Any]]:
     """Return the functions that a pickled numpy array may call, by module and name.
 
     The rebuild function is taken from an array's ``__reduce__``, because its module is private to

@@ -1,12 +1,11 @@
 """``pdecay demo``: AdamW against PAdam on handwritten digits, and the paper's toy example.
 
-The demo is a small grid of lab runs on the task ``digits``, with a table, two figures and a JSON
-file of the numbers. Its records are written too, so ``pdecay report`` reads the output folder.
+The demo is a small grid of lab runs on the task ``digits``, with a table and two figures. Its
+records are written too, so ``pdecay report`` reads the output folder.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Mapping
@@ -21,8 +20,12 @@ from rich.text import Text
 import pdecay
 from pdecay import SparsityReport
 from pdecay.lab.data import digits
-from pdecay.lab.demo import figures, toy
+from pdecay.lab.demo import toy
 from pdecay.lab.demo.results import Results, Summary
+from pdecay.lab.drawing import save
+from pdecay.lab.report import figures
+from pdecay.lab.report.experiments import experiments
+from pdecay.lab.report.style import Style
 from pdecay.lab.tables import new_table, say
 from pdecay.lab.tasks import get_task
 from pdecay.lab.train import records
@@ -67,7 +70,7 @@ QUICK = Grid(
 def run(
     out: Path, *, seed: int = 0, quick: bool = False, console: Console | None = None
 ) -> Results:
-    """Train the grid, print the results and write the figures and numbers.
+    """Train the grid, print the results and write the figures and records.
 
     Args:
         out: the folder for the files; it must exist.
@@ -87,7 +90,7 @@ def run(
         results = train_grid(grid, Path(folder), seed=seed, console=console)
         model = _model(results.recommended, Path(folder))
     report = pdecay.sparsity(model)
-    paths = write(results, report, out)
+    paths = write(results, out)
     print_tables(console, results, report)
     _print_notes(console, results, report, paths)
     _deploy(console, model, out / "model.safetensors")
@@ -131,30 +134,18 @@ def _deploy(console: Console, model: torch.nn.Module, path: Path) -> None:
     )
 
 
-def write(results: Results, report: SparsityReport, out: Path) -> dict[str, Path]:
-    """Write the figures, the numbers and the records, and return their paths."""
+def write(results: Results, out: Path) -> dict[str, Path]:
+    """Write the figures and the records, and return their paths."""
     paths = {
         "accuracy against sparsity": out / "accuracy_vs_sparsity.png",
         "toy example": out / "toy.png",
-        "all numbers": out / "demo.json",
         "records": out / "records.jsonl",
     }
-    count = len(results.dense.runs)
-    seeds = "one seed" if count == 1 else f"mean ± standard deviation of {count} seeds"
-    figures.accuracy_against_sparsity(
-        results,
-        paths["accuracy against sparsity"],
-        subtitle=f"{LAYERS} network on scikit-learn's digits; {seeds}",
-    )
-    figures.toy(
-        results.toy.curves,
-        paths["toy example"],
-        subtitle=f"(w-1)²/2 + (λ/p)|w|$^p$ by gradient descent, "
-        f"p = {toy.P:g}, λ = {toy.LAM:g}, lr = {toy.LR:g}",
-    )
-    numbers = json.dumps(results.to_dict(report), indent=1) + "\n"
-    paths["all numbers"].write_text(numbers, encoding="utf-8")
-    records.write(paths["records"], [one for summary in results.summaries for one in summary.runs])
+    runs = [run for summary in results.summaries for run in summary.runs]
+    (experiment,) = experiments(runs)
+    save(figures.accuracy(Style(experiment)), paths["accuracy against sparsity"])
+    toy.draw(results.toy, paths["toy example"])
+    records.write(paths["records"], runs)
     return paths
 
 

@@ -7,17 +7,31 @@ The curves come from the reference implementation. The two variants with decay a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import matplotlib
 import torch
+from matplotlib.figure import Figure
 
 from pdecay import PSGD, Every, Instant, Lp
 from pdecay._core import reference
 from pdecay._core.auxiliary import Auxiliary
+from pdecay.lab.drawing import BLUE, FONTS, GREY, VERMILION, save, set_title
 
 P, LAM, LR, STEPS = 0.6, 1.0, 0.1, 100
 _AUXILIARY: dict[str, Auxiliary] = {
     "s every step": Instant(),
     "s every 20 steps": Every(20, start=0.1),
+}
+# The label and the look of each curve.
+_STYLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gradient": ("norm in the gradient", {"color": GREY, "linewidth": 1.2, "linestyle": ":"}),
+    "s every step": ("p-norm decay, s at every step", {"color": BLUE, "linewidth": 2.4}),
+    "s every 20 steps": (
+        "p-norm decay, s at every 20th step",
+        {"color": VERMILION, "linewidth": 2, "linestyle": "--"},
+    ),
 }
 
 
@@ -57,3 +71,23 @@ def by_psgd(auxiliary: Auxiliary) -> list[float]:
         optimizer.step()
         path.append(w.item())
     return path
+
+
+def draw(toy: Toy, path: Path) -> None:
+    """Draw the weight over the steps for each variant."""
+    with matplotlib.rc_context(FONTS):
+        figure = Figure(figsize=(7.6, 3.6), layout="constrained")
+        axes = figure.add_subplot()
+        axes.axhline(0, color="black", linewidth=0.8)
+        for name, curve in toy.curves.items():
+            label, style = _STYLES[name]
+            axes.plot(curve, label=label, **style)
+        axes.set(xlabel="step", ylabel="weight", xlim=(0, STEPS))
+        settings = f"p = {P:g}, λ = {LAM:g}, lr = {LR:g}"
+        set_title(
+            axes,
+            "The gradient oscillates, the decay goes to zero",
+            f"(w-1)²/2 + (λ/p)|w|$^p$ by gradient descent, {settings}",
+        )
+        axes.legend(loc="upper right")
+        save(figure, path)

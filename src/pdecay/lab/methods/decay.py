@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 import pdecay
-from pdecay import Lp, PAdam, SparsityTarget, prox
+from pdecay import Lp, PAdam, SparsityTarget
 from pdecay._core.auxiliary import Auxiliary
 from pdecay._core.group_settings import Metric, check_metric
 from pdecay._core.penalty import Penalty
 from pdecay._core.validation import check_number
 from pdecay._sparsity.metric import Rank, check_rank
-from pdecay.lab.methods.base import Method, Run, adamw, check_share, decayed_weights
+from pdecay.lab.methods.base import Method, Run, adamw, check_share
 from pdecay.lab.tasks import Task
 
 
@@ -115,17 +113,6 @@ class L1Method(Method):
         check_number("lam", self.lam)
 
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
-        return _SoftThreshold(adamw(model, lr, weight_decay=0.0), self.lam)
-
-
-class _SoftThreshold(Run):
-    def __init__(self, optimizer: Optimizer, lam: float) -> None:
-        super().__init__(optimizer)
-        self._lam = lam
-
-    @torch.no_grad()
-    def after_step(self) -> None:
-        lr = self.optimizer.param_groups[0]["lr"]
-        for weight in decayed_weights(self.optimizer):
-            shrunk: Tensor = prox.lp(weight, 1, lr * self._lam)
-            weight.copy_(shrunk)
+        optimizer = adamw(model, lr, weight_decay=0.0)
+        pdecay.attach(optimizer, Lp(1, self.lam), step="prox")
+        return Run(optimizer)

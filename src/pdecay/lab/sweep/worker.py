@@ -92,7 +92,7 @@ class _Worker:
         self._trial: Trial | None = None
         self._stop = threading.Event()
         self._started = False
-        self._busy = False  # it has a run that needs a checkpoint before it stops
+        self._training = False  # it has a run that needs a checkpoint before it stops
 
     def wait_for_stop(self) -> None:
         """Ask the main thread to stop when the connection ends; exit if a database blocks it."""
@@ -101,7 +101,7 @@ class _Worker:
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline:
             time.sleep(0.2)
-            if self._busy:
+            if self._training:
                 deadline = time.monotonic() + _PATIENCE
         os._exit(1)
 
@@ -159,7 +159,7 @@ class _Worker:
                 self._connection.send(STARTED)
 
     def _train(self, settings: Settings) -> Record:
-        self._busy = True
+        self._training = True
         deadline = time.monotonic() + self._job.grace
         try:
             while True:
@@ -182,7 +182,7 @@ class _Worker:
                     if time.monotonic() > deadline:
                         raise BusyError from error
         finally:
-            self._busy = False
+            self._training = False
 
     def _retry(self, call: Callable[[], T]) -> T:
         """Call until the database answers; stop if the launcher asks to."""

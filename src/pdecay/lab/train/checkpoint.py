@@ -10,7 +10,7 @@ import hashlib
 import io
 import pickle
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 
@@ -27,10 +27,12 @@ class DamagedError(Exception):
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Replace a checkpoint by a new state, atomically."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    body = buffer.getbuffer()
     with replacing(path) as file:
-        hashing = _HashingWriter(file)
-        torch.save(state, cast("BinaryIO", hashing))
-        file.write(hashing.digest.digest())
+        file.write(body)
+        file.write(hashlib.sha256(body).digest())
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -54,18 +56,3 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise DamagedError(f"it holds a {type(loaded).__name__}, expected a dict")
     return loaded
-
-
-class _HashingWriter:
-    """A writer that computes the digest of the data while ``torch.save`` writes it in order."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
