@@ -33,6 +33,7 @@ SLOW = (
     "bridge/test_estimator_checks.py",
     "contract",
     "core/test_robust.py",
+    "core/test_theory.py",
     "deployment/compact/test_architectures.py",
     "deployment/compact/test_random.py",
     "deployment/compact/test_transformers.py",
@@ -55,11 +56,19 @@ SLOW = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _is_slow(path: Path) -> bool:
     folder = Path(__file__).parent
-    slow = [folder / name for name in SLOW]
+    return any(path.is_relative_to(folder / name) for name in SLOW)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import the slow files, and with them other frameworks, for `make quicktest`."""
+    return True if config.option.markexpr == "not slow" and _is_slow(collection_path) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(item.path.is_relative_to(path) for path in slow):
+        if _is_slow(item.path):
             item.add_marker(pytest.mark.slow)
 
 

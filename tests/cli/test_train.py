@@ -176,6 +176,7 @@ def test_missing_data_is_reported(run_cli, project, monkeypatch):
     assert "Put tinyshakespeare.txt" in run_cli("train", "shakespeare", "--scale", "quick", code=2)
 
 
+@pytest.mark.slow
 def test_documented_method_trains_prunes_and_resumes(run_cli, project):
     text = DOCS.read_text()
     (code,) = re.findall(r"```python\n(from dataclasses.*?)```", text, re.DOTALL)

@@ -55,6 +55,7 @@ def test_reproduces_the_papers_toy_curves(make, auxiliary, curve):
     assert toy_run(auxiliary, make=make) == pytest.approx(toy(steps=150)[curve], abs=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.01, 0.2, 1.0])
 def test_slow_s_converges_monotonically(rate):
     weights = toy_run(Slow(rate), steps=4000, make=make_psgd)
@@ -81,6 +82,7 @@ def test_rate_1_equals_instant_after_the_first_step():
     torch.testing.assert_close(models[0].weight, models[1].weight, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @given(
     rate=st.floats(1e-6, 1.0),
     start=st.floats(1e-3, 1e3),

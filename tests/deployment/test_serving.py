@@ -48,6 +48,7 @@ def _post(port: str, content: object) -> dict[str, object]:
         return json.load(answer)
 
 
+@pytest.mark.slow
 def test_deployed_model_is_served(built, tmp_path, capsys):
     model, x = built
     assert main(["deploy", "my_build:build", "--out", "fast.safetensors", "--seconds", "0.2"]) == 0

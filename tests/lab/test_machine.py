@@ -21,6 +21,7 @@ def test_the_commit_of_the_clone_is_described():
     assert re.fullmatch(f"{head}\\+?", found)
 
 
+@pytest.mark.slow
 def test_an_installed_package_in_another_repository_has_no_commit(tmp_path):
     """The repository of a virtual environment is not that of the packages in it."""
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)

@@ -105,6 +105,7 @@ def prepared(task: Task):
     return model, optimizer, schedule(optimizer, task.steps, task.warmup)
 
 
+@pytest.mark.slow
 def test_resume_with_dropout_is_bit_identical():
     task = with_data("shakespeare", "quick")
     build = task.build
@@ -141,6 +142,7 @@ def test_digits_reach_93_percent():
     assert after["loss"] < before["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_loss_of_each_task_decreases(name):
     task = with_data(name, "quick")
@@ -151,6 +153,7 @@ def test_loss_of_each_task_decreases(name):
     assert train(task, model, optimizer, scheduler, range(12)) < loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape"), [("cifar10", (3, 32, 32)), ("shakespeare", (256,))])
 def test_networks_of_paper_train(name, shape):
     """Take three steps on two random examples with the paper's shapes."""
@@ -176,6 +179,7 @@ def test_networks_of_paper_train(name, shape):
     assert losses[0] == pytest.approx(4.17, abs=0.2) if name == "shakespeare" else losses[0] < 5
 
 
+@pytest.mark.slow
 def test_batches_of_paper_scale():
     task = with_data("shakespeare", "paper")
     inputs, targets = task.batch(0, 0)

@@ -160,6 +160,7 @@ class TestClosure:
         assert same(param.detach(), before)
 
 
+@pytest.mark.slow
 def test_copies_only_decayed_weights(exact):
     """Count copies inside the step, while they exist, by their unique shapes."""
     shapes = {"decayed": (7, 11), "not decayed": (11, 13), "one dimension": (117,), "off": (13, 17)}

@@ -13,9 +13,9 @@ from rich.text import Text
 Row = Mapping[str, Any]
 
 
-def say(console: Console, text: str, style: str = "") -> None:
+def say(console: Console, text: str) -> None:
     """Print a line without wrapping it, because a wrapped path could not be copied."""
-    console.print(Text(text, style=style), soft_wrap=True)
+    console.print(Text(text), soft_wrap=True)
 
 
 def new_table(title: str, *columns: str) -> Table:

@@ -47,6 +47,7 @@ def test_reads_file_written_by_safetensors(tmp_path):
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     names=st.dictionaries(TEXT.filter(lambda name: name != "__metadata__"), st.integers(0, 9)),

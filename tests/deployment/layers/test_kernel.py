@@ -115,6 +115,7 @@ CASE = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 @example(CASE)

@@ -399,6 +399,7 @@ def test_torch_export_uses_dense_layer():
         torch.testing.assert_close(exported(other), dense(other))
 
 
+@pytest.mark.slow
 @needs_kernel
 @pytest.mark.filterwarnings("ignore")  # warnings of the exporter
 def test_onnx_export_uses_dense_layer(tmp_path):

@@ -9,6 +9,7 @@ import struct
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,12 @@ def folder(tmp_path, monkeypatch) -> Path:
     return place
 
 
+@pytest.fixture(autouse=True)
+def _no_pause_between_downloads(monkeypatch) -> None:
+    """Let pooch repeat a failed download at once."""
+    monkeypatch.setattr("pooch.core.time", SimpleNamespace(sleep=lambda seconds: None))
+
+
 class _QuietHandler(SimpleHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
@@ -36,7 +43,8 @@ def url(tmp_path):
     """Serve the temporary folder over HTTP and return the URL of a file in it."""
     handler = functools.partial(_QuietHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        serve = functools.partial(server.serve_forever, poll_interval=0.01)
+        threading.Thread(target=serve, daemon=True).start()
         yield lambda path: f"http://127.0.0.1:{server.server_port}/{path.relative_to(tmp_path)}"
         server.shutdown()
 

@@ -211,6 +211,7 @@ def test_missing_data_error(folder):
         cifar10.load(download=False)
 
 
+@pytest.mark.slow
 def test_official_files():
     try:
         images = cifar10.load(download=False)

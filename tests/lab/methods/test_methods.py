@@ -125,6 +125,7 @@ def test_methods_have_docstrings_and_options():
         assert options_of(method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_trains_digits(digits, name):
     """After 150 steps all methods are accurate, and all but AdamW are sparse."""

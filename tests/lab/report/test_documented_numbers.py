@@ -7,6 +7,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from pdecay.lab.report import best
 from pdecay.lab.report.experiments import load
 
@@ -32,6 +34,7 @@ def test_committed_report_is_of_committed_records():
     assert all(run["id"] in page for run in experiment.runs)
 
 
+@pytest.mark.slow
 def test_tables_of_the_study_match_records(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     tables = importlib.import_module("study_report").tables()

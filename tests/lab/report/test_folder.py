@@ -31,6 +31,7 @@ def tree(out):
     return {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_report_of_one_run_has_all_files(tiny, tmp_path):
     out = tmp_path / "a" / "b"
     written = write(tiny, out)
@@ -110,6 +111,7 @@ def test_diverged_runs_give_page_without_figures(tmp_path):
     assert (tmp_path / "index.html").is_file()
 
 
+@pytest.mark.slow
 def test_contour_figure_only_with_surfaces(tmp_path, several, monkeypatch):
     drawn = []
     monkeypatch.setattr(folder.drawing, "save", lambda figure, path: drawn.append(path.name))

@@ -51,6 +51,7 @@ def in_pieces(settings, folder, every, **options):
             return record, pieces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_resumed_run_is_bit_identical(tmp_path, same, method):
     settings = settings_of(method)
@@ -330,6 +331,7 @@ def test_damaged_checkpoint_is_refused(tmp_path, monkeypatch, content):
     assert not (tmp_path / "pwned").exists()
 
 
+@pytest.mark.slow
 def test_every_zeroed_block_of_a_checkpoint_is_detected(tmp_path):
     path = tmp_path / training.CHECKPOINT
     stopped_at(settings_of("padam"), tmp_path, 5)

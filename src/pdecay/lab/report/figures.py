@@ -17,7 +17,16 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
 
-from pdecay.lab.drawing import BLUE, FONTS, GREY, INK, VERMILION, from_decades, to_decades
+from pdecay.lab.drawing import (
+    BLUE,
+    FONTS,
+    GREY,
+    INK,
+    VERMILION,
+    from_decades,
+    set_title,
+    to_decades,
+)
 from pdecay.lab.report import best
 from pdecay.lab.report.contours import SPARSITIES, ColourScale, Surface
 from pdecay.lab.report.experiments import Point
@@ -260,9 +269,7 @@ def _curve(axes: Axes, record: Record, measure: str, **look: Any) -> None:
 
 
 def _title(axes: Axes, title: str, subtitle: str) -> None:
-    axes.set_title(f"{title}\n", pad=4)
-    look: Any = {"color": GREY, "va": "bottom", "fontsize": 10}
-    axes.text(0, 1.02, _printable(subtitle, 90), transform=axes.transAxes, **look)
+    set_title(axes, title, _printable(subtitle, 90))
 
 
 def _printable(text: str, length: int) -> str:
