@@ -91,10 +91,11 @@ static NAME(power) NAME(as_power)(double q, double c)
     return (NAME(power)){ (REAL)q, (REAL)(q / EXPONENT_STEP), (REAL)whole, (REAL)(c / exp2(whole)) };
 }
 
-/* Choose the form. `power` is an array with space for all terms. With `adaptive`, the form FITTED takes the square of a
- * weight's length, times the square of SQUARE_SCALE; see update.h. */
+/* Choose the form. `power` is an array with space for all terms. `traits` (step.c) is of the update: with ADAPTIVE, the
+ * form FITTED takes the square of a weight's length, times the square of SQUARE_SCALE; see update.h. Without
+ * FLUSHES, pairs.h cannot run it. With TAKES_ROOT, it is faster than another root, if AVX-512 helps. */
 static NAME(decay) NAME(plan_decay)(int64_t terms, const double *p, const double *c, double scale, NAME(power) *power,
-                                    int adaptive)
+                                    unsigned traits)
 {
     double flat = 1;
     int decays = 0;
@@ -117,12 +118,15 @@ static NAME(decay) NAME(plan_decay)(int64_t terms, const double *p, const double
     if (decay.powers > 0) decay.first = power[0];
     if (decay.powers > 1) decay.second = power[1];
     if (decay.powers == 1) {
-        decay.form = adaptive && last_p < 2 && IS_FLOAT ? FITTED
+        const int adaptive = (traits & ADAPTIVE) != 0;
+        const int fits = last_p < 2 && IS_FLOAT && (traits & FLUSHES || !HAS_PAIRS);
+        const int slow_root = (last_p == 0.5 || last_p == 1.5) && EXPONENT_BIAS == 0 && traits & TAKES_ROOT;
+        decay.form = fits && (adaptive || slow_root) ? FITTED
                      : last_p == 0   ? P_0
                      : last_p == 0.5 ? P_HALF
                      : last_p == 1   ? P_1
                      : last_p == 1.5 ? P_3_2
-                     : last_p < 2 && IS_FLOAT ? FITTED
+                     : fits          ? FITTED
                                      : POWER;
         const double q = 2 - last_p;
         if (decay.form == FITTED)

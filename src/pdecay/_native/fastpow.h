@@ -70,6 +70,19 @@ INLINE log2_f64 log2_parts_f64(double x)
     return (log2_f64){ (double)exponent, 2.8853900817779268 * s * y };
 }
 
+/* HAS_PAIRS: whether pairs.h has vector instructions for fitted_power. EXPONENT_BIAS is the number that is added to an
+ * exponent there: that of floats, or 0 with AVX-512, which has an instruction for the exponent. */
+#if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__SSE2_MATH__)
+#define HAS_PAIRS 1
+#define EXPONENT_BIAS 0
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__SSE2_MATH__)
+#define HAS_PAIRS 1
+#define EXPONENT_BIAS 127
+#else
+#define HAS_PAIRS 0
+#define EXPONENT_BIAS 127
+#endif
+
 /* c * |w|^q as 2^(q_of_bits * exponent bits + offset) * fit(mantissa), with an integer offset. */
 enum { FIT_DEGREE = 5 };
 typedef struct { float q_of_bits, offset, fit0, fit1, fit2, fit3, fit4, fit5; } fitted_f32;
@@ -79,7 +92,7 @@ INLINE float fitted_power_f32(fitted_f32 term, float w)
 {
     const float rounder = 0x1.8p23f + 127.0f;
     const int32_t zero = 0x4b400000, bits = bits_f32(w);
-    float exponent = (float)(bits & 0x7f800000);
+    float exponent = (float)((bits & 0x7f800000) - ((127 - EXPONENT_BIAS) << 23));
     float mantissa = float_of((bits & 0x007fffff) | 0x3f800000);     /* in [1, 2) */
     float rounded = term.q_of_bits * exponent + (term.offset + rounder);
     float z = term.q_of_bits * exponent + ((term.offset + rounder) - rounded);
@@ -105,7 +118,7 @@ static fitted_f32 fit_power_f32(double q, double c)
     double node[FIT_DEGREE + 1], value[FIT_DEGREE + 1], fit[FIT_DEGREE + 1] = { 0 };
     const float q_of_bits = (float)(q * 0x1p-23);
     /* The rounding of q is compensated at exponent -10, in the middle of usual weights. */
-    double scale = log2(c) - 127 * q + 117 * (q - q_of_bits * 0x1p23), offset = rint(scale);
+    double scale = log2(c) - EXPONENT_BIAS * q + (EXPONENT_BIAS - 10) * (q - q_of_bits * 0x1p23), offset = rint(scale);
     for (int i = 0; i <= FIT_DEGREE; i++) {
         node[i] = 1.5 + 0.5 * cos((2 * i + 1) * 3.14159265358979324 / (2 * FIT_DEGREE + 2));
         value[i] = exp2(scale - offset) * pow(node[i], q);

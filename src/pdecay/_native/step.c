@@ -25,6 +25,9 @@ enum { STREAMS = 5, BLOCK = 1024 };                /* 1024 weights: 4 kB a strea
 enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };      /* as in native.py */
 enum { DONE, BAD_DTYPE, NO_MEMORY };
 enum { WEIGHT_ITSELF, LENGTH, SQUARED_LENGTH };       /* see update.h */
+/* Traits of an update: the decay acts on lengths in Adam's metric; the processor flushes denormals of decayed tensors
+ * to zero; it takes a square root for each weight. */
+enum { ADAPTIVE = 1, FLUSHES = 2, TAKES_ROOT = 4 };
 enum { FLAT, P_0, P_HALF, P_1, P_3_2, FITTED, POWER, TWO_POWERS, POWERS, READY, LATER };     /* see decay.h, update.h */
 
 /* The streams of each step. */
@@ -80,6 +83,7 @@ static void stream(void *to, const void *from, size_t bytes)
 #define EXPONENT_STEP 0x1p23
 #define IS_FLOAT 1
 #include "decay.h"
+#include "pairs.h"
 #include "update.h"
 #undef REAL
 #undef NAME
@@ -124,8 +128,7 @@ typedef struct {
     const void *settings;
     void (*update_f32)(const void *, const decay_f32 *, const double *, block_f32);
     void (*update_f64)(const void *, const decay_f64 *, const double *, block_f64);
-    int adaptive;                       /* whether the decay acts on lengths in Adam's metric */
-    int may_flush;                      /* whether the processor may flush denormals of decayed tensors to zero */
+    unsigned traits;
     const int64_t *plan_of;             /* for each tensor, the index of its decay */
     const decay_f32 *decay_f32;
     const decay_f64 *decay_f64;
@@ -223,7 +226,7 @@ static void run_chunk(const job *job, int64_t tensor, int64_t begin, int64_t end
 {
     const int64_t plan = job->plan_of[tensor];
     const int decays = job->call->dtype == FLOAT64 ? job->decay_f64[plan].tiny > 0 : job->decay_f32[plan].tiny > 0;
-    unsigned before = enter_flush(decays && job->may_flush);
+    unsigned before = enter_flush(decays && job->traits & FLUSHES);
     if (job->call->dtype == FLOAT32) run_f32(job, tensor, begin, end);
     else if (job->call->dtype == FLOAT64) run_f64(job, tensor, begin, end);
     else run_half(job, tensor, begin, end);
@@ -274,7 +277,7 @@ static int run(job job)
         if (!decay) goto no_memory;
         power_f64 *powers = (power_f64 *)(decay + plans + 1);
         for (int64_t k = 0; k < plans; k++)
-            decay[k] = plan_decay_f64(terms, call->p, call->c, scales[k], powers + k * terms, job.adaptive);
+            decay[k] = plan_decay_f64(terms, call->p, call->c, scales[k], powers + k * terms, job.traits);
         job.decay_f64 = decay;
         run_chunks(&job, chunk, chunks_before);
         free(decay);
@@ -283,7 +286,7 @@ static int run(job job)
         if (!decay) goto no_memory;
         power_f32 *powers = (power_f32 *)(decay + plans + 1);
         for (int64_t k = 0; k < plans; k++)
-            decay[k] = plan_decay_f32(terms, call->p, call->c, scales[k], powers + k * terms, job.adaptive);
+            decay[k] = plan_decay_f32(terms, call->p, call->c, scales[k], powers + k * terms, job.traits);
         job.decay_f32 = decay;
         run_chunks(&job, chunk, chunks_before);
         free(decay);
@@ -320,7 +323,8 @@ int pdecay_adam(const call *call, void *const *steps, int double_steps, double l
     int status = run((job){
         .call = call, .streams = amsgrad ? 5 : 4,
         .written = 1u << WEIGHT | 1u << AVERAGE | 1u << SQUARE | 1u << LARGEST_SQUARE,
-        .scalars = scalars, .settings = &settings, .adaptive = per_mean > 0, .may_flush = eps >= smallest_eps,
+        .scalars = scalars, .settings = &settings,
+        .traits = TAKES_ROOT | (per_mean > 0 ? ADAPTIVE : 0) | (eps >= smallest_eps ? FLUSHES : 0),
         .update_f32 = amsgrad ? amsgrad_f32 : adam_f32, .update_f64 = amsgrad ? amsgrad_f64 : adam_f64,
     });
     free(scalars);
@@ -337,7 +341,7 @@ int pdecay_sgd(const call *call, const unsigned char *first, double lr, double m
     for (int64_t i = 0; i < call->tensors; i++) scalars[2 * i] = first[i];
     int status = run((job){
         .call = call, .streams = momentum ? 3 : 2, .written = 1u << WEIGHT | 1u << BUFFER,
-        .scalars = scalars, .settings = &settings, .may_flush = 1, .update_f32 = sgd_f32, .update_f64 = sgd_f64,
+        .scalars = scalars, .settings = &settings, .traits = FLUSHES, .update_f32 = sgd_f32, .update_f64 = sgd_f64,
     });
     free(scalars);
     return status;
@@ -347,7 +351,7 @@ int pdecay_sgd(const call *call, const unsigned char *first, double lr, double m
 int pdecay_decay(const call *call)
 {
     return run((job){
-        .call = call, .streams = 2, .written = 1u << WEIGHT, .may_flush = 1,
+        .call = call, .streams = 2, .written = 1u << WEIGHT, .traits = FLUSHES,
         .update_f32 = decay_only_f32, .update_f64 = decay_only_f64,
     });
 }
@@ -371,6 +375,20 @@ void pdecay_fitted_power_f32(const float *x, float *power, int64_t n, double q, 
 {
     const fitted_f32 term = fit_power_f32(q, c);
     for (int64_t i = 0; i < n; i++) power[i] = fitted_power_f32(term, x[i]);
+}
+
+/* The same with vector instructions; return 0 if there are none. */
+int pdecay_paired_power_f32(const float *x, float *power, int64_t n, double q, double c)
+{
+#if HAS_PAIRS
+    float *stream[] = { power, (float *)x };
+    unsigned before = enter_flush(1);
+    power_pairs(fit_power_f32(q, c), stream, n);
+    leave_flush(before);
+#else
+    (void)x, (void)power, (void)n, (void)q, (void)c;
+#endif
+    return HAS_PAIRS;
 }
 
 void pdecay_power_f32(const float *x, float *power, int64_t n, double q)

@@ -122,6 +122,12 @@ static int NAME(measure)(const adam_settings *adam, const NAME(decay) *decay)
 static void NAME(adam)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
     const int measure = NAME(measure)(settings, decay);
+#if IS_FLOAT && HAS_PAIRS
+    if (decay->form == FITTED) {
+        adam_pairs(settings, decay, tensor, block.stream, block.n, measure == SQUARED_LENGTH);
+        return;
+    }
+#endif
 #define LOOP(FORM) NAME(adam_loop)(settings, decay, tensor, block, 0, WEIGHT_ITSELF, FORM)
     if (IS_FLOAT && measure == WEIGHT_ITSELF) RETURN_IF_SPECIALISED(LOOP)
     if (IS_FLOAT && measure == SQUARED_LENGTH) {
@@ -149,6 +155,12 @@ static void NAME(sgd)(const void *settings, const NAME(decay) *decay, const doub
 {
     const sgd_settings *sgd = settings;
     const int momentum = sgd->momentum != 0, first = tensor[0] != 0;
+#if IS_FLOAT && HAS_PAIRS
+    if (decay->form == FITTED && momentum && !first && !sgd->nesterov) {
+        sgd_pairs(sgd, decay, block.stream, block.n);
+        return;
+    }
+#endif
 #define LOOP(FORM) NAME(sgd_loop)(sgd, decay, block, 1, 0, 0, FORM)
     if (IS_FLOAT && momentum && !first && !sgd->nesterov) RETURN_IF_SPECIALISED(LOOP)
 #undef LOOP
@@ -164,6 +176,12 @@ static void NAME(decay_only)(const void *settings, const NAME(decay) *decay, con
 {
     (void)settings, (void)tensor;
     if (!decay->tiny) return;
+#if IS_FLOAT && HAS_PAIRS
+    if (decay->form == FITTED) {
+        decay_pairs(decay, block.stream, block.n);
+        return;
+    }
+#endif
 #define LOOP(FORM) NAME(decay_loop)(decay, block, FORM)
     if (IS_FLOAT) RETURN_IF_SPECIALISED(LOOP)
 #undef LOOP

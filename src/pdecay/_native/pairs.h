@@ -1,0 +1,256 @@
+/* The loops of update.h for the form FITTED in float, with the vector instructions of AVX-512 or AVX2.
+ *
+ * The power takes long chains of instructions that wait for each other. A processor fills the gaps with the next
+ * iterations, but holds only three or four of them at a time. Each operation here therefore works on two vectors,
+ * whose instructions alternate. AVX-512 also has instructions that split a number into exponent and mantissa.
+ * Without these instructions, HAS_PAIRS (fastpow.h) is 0 and the loops of update.h run.
+ *
+ * The processor must flush denormals to zero (see enter_flush in step.c), which saves masks.
+ */
+#if HAS_PAIRS
+#include <immintrin.h>
+
+#if EXPONENT_BIAS == 0
+typedef __m512 vector;
+#define OP(name) _mm512_##name
+#else
+typedef __m256 vector;
+#define OP(name) _mm256_##name
+#endif
+
+typedef struct { vector a, b; } pair;
+
+enum { LANES = sizeof(vector) / sizeof(float), PAIR = 2 * LANES };
+
+INLINE pair both(float x) { return (pair){ OP(set1_ps)(x), OP(set1_ps)(x) }; }
+INLINE pair load(const float *x) { return (pair){ OP(loadu_ps)(x), OP(loadu_ps)(x + LANES) }; }
+INLINE void store(float *to, pair x) { OP(storeu_ps)(to, x.a), OP(storeu_ps)(to + LANES, x.b); }
+INLINE pair add(pair x, pair y) { return (pair){ OP(add_ps)(x.a, y.a), OP(add_ps)(x.b, y.b) }; }
+INLINE pair mul(pair x, pair y) { return (pair){ OP(mul_ps)(x.a, y.a), OP(mul_ps)(x.b, y.b) }; }
+INLINE pair over(pair x, pair y) { return (pair){ OP(div_ps)(x.a, y.a), OP(div_ps)(x.b, y.b) }; }
+INLINE pair root(pair x) { return (pair){ OP(sqrt_ps)(x.a), OP(sqrt_ps)(x.b) }; }
+INLINE pair mul_add(pair x, pair y, pair z)     /* x * y + z */
+{
+    return (pair){ OP(fmadd_ps)(x.a, y.a, z.a), OP(fmadd_ps)(x.b, y.b, z.b) };
+}
+INLINE pair mul_sub(pair x, pair y, pair z)     /* x * y - z */
+{
+    return (pair){ OP(fmsub_ps)(x.a, y.a, z.a), OP(fmsub_ps)(x.b, y.b, z.b) };
+}
+
+/* fitted_power_f32 in three parts: the exponent times q, the mantissa, and the product with the power of two. */
+typedef struct { pair q, offset, fit0, fit1, fit2, fit3, fit4, fit5, limit; } pair_power;
+typedef struct { pair x, part; } pair_exponent;
+
+#if EXPONENT_BIAS == 0          /* AVX-512 */
+
+INLINE pair mantissa_of(pair w)
+{
+    return (pair){ _mm512_getmant_ps(w.a, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero),
+                   _mm512_getmant_ps(w.b, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero) };
+}
+
+INLINE pair_exponent exponent_of(const pair_power *term, pair w)
+{
+    pair x = mul_add((pair){ _mm512_getexp_ps(w.a), _mm512_getexp_ps(w.b) }, term->q, term->offset);
+    const int floor = _MM_FROUND_TO_NEG_INF;        /* x - floor(x) */
+    return (pair_exponent){ x, { _mm512_reduce_ps(x.a, floor), _mm512_reduce_ps(x.b, floor) } };
+}
+
+INLINE pair exp2_of(pair z)     /* 0 <= z <= 1, error 2.9e-6 */
+{
+    pair y = mul_add(both(0.013427398f), z, both(0.052241025f));
+    y = mul_add(y, z, both(0.24128112f));
+    y = mul_add(y, z, both(0.69304468f));
+    return mul_add(y, z, both(1.0f));
+}
+
+/* y * 2^floor(x), up to `limit`. The exponent of 0 is -inf. min returns its second operand if one is NaN. */
+INLINE pair scaled_power(const pair_power *term, pair y, pair_exponent exponent, pair w)
+{
+    (void)w;
+    y = (pair){ _mm512_scalef_ps(y.a, exponent.x.a), _mm512_scalef_ps(y.b, exponent.x.b) };
+    return (pair){ _mm512_min_ps(term->limit.a, y.a), _mm512_min_ps(term->limit.b, y.b) };
+}
+
+#else                           /* AVX2 */
+
+typedef __m256i integers;
+INLINE vector masked(vector x, int32_t mask) { return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(mask))); }
+INLINE vector mantissa_vector(vector w) { return _mm256_or_ps(masked(w, 0x007fffff), _mm256_set1_ps(1)); }
+INLINE vector exponent_vector(vector w) { return _mm256_cvtepi32_ps(_mm256_castps_si256(masked(w, 0x7f800000))); }
+INLINE vector zero_where_zero(vector x, vector w)       /* denormal numbers are equal to 0 */
+{
+    return _mm256_and_ps(x, _mm256_cmp_ps(w, _mm256_setzero_ps(), _CMP_NEQ_UQ));
+}
+
+INLINE pair mantissa_of(pair w) { return (pair){ mantissa_vector(w.a), mantissa_vector(w.b) }; }
+
+INLINE pair_exponent exponent_of(const pair_power *term, pair w)
+{
+    pair exponent = { exponent_vector(w.a), exponent_vector(w.b) };
+    pair x = mul_add(exponent, term->q, term->offset);          /* rounded, see power_of_f32 */
+    pair rest = { _mm256_sub_ps(term->offset.a, x.a), _mm256_sub_ps(term->offset.b, x.b) };
+    return (pair_exponent){ x, mul_add(exponent, term->q, rest) };
+}
+
+INLINE pair exp2_of(pair z)     /* |z| <= 1/2, as in fitted_power_f32 */
+{
+    pair y = mul_add(both(0.00966637f), z, both(0.05592198f));
+    y = mul_add(y, z, both(0.24022349f));
+    y = mul_add(y, z, both(0.69312105f));
+    return mul_add(y, z, both(1.0f));
+}
+
+INLINE vector power_of_2(vector x)
+{
+    const integers low = _mm256_set1_epi32(0x4b400000), high = _mm256_set1_epi32(0x4b400000 + 157);
+    integers bits = _mm256_min_epi32(_mm256_max_epi32(_mm256_castps_si256(x), low), high);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
+}
+
+INLINE pair scaled_power(const pair_power *term, pair y, pair_exponent exponent, pair w)
+{
+    (void)term;
+    y = mul(y, (pair){ power_of_2(exponent.x.a), power_of_2(exponent.x.b) });
+    return (pair){ zero_where_zero(y.a, w.a), zero_where_zero(y.b, w.b) };
+}
+
+#endif
+
+INLINE pair_power as_pairs(fitted_f32 term)
+{
+    const float rounder = EXPONENT_BIAS ? 0x1.8p23f + 127.0f : 0;
+    return (pair_power){ both(EXPONENT_BIAS ? term.q_of_bits : term.q_of_bits * 0x1p23f), both(term.offset + rounder),
+                         both(term.fit0), both(term.fit1), both(term.fit2), both(term.fit3), both(term.fit4),
+                         both(term.fit5), both(0x1p31f) };
+}
+
+INLINE pair power_pair(const pair_power *term, pair w)
+{
+    pair_exponent exponent = exponent_of(term, w);
+    pair mantissa = mantissa_of(w);
+    pair fit = mul_add(term->fit5, mantissa, term->fit4);
+    fit = mul_add(fit, mantissa, term->fit3);
+    fit = mul_add(fit, mantissa, term->fit2);
+    fit = mul_add(fit, mantissa, term->fit1);
+    fit = mul_add(fit, mantissa, term->fit0);
+    return scaled_power(term, mul(fit, exp2_of(exponent.part)), exponent, w);
+}
+
+/* w_tilde * t / (t + 1) with t = |old|^(2 - p) / c, as in decay.h. Results below the smallest normal number are 0. */
+INLINE pair decayed(const pair_power *term, pair w_tilde, pair old)
+{
+    pair t = power_pair(term, old);
+    return add(mul(w_tilde, over(t, add(t, both(1)))), both(0));       /* -0.0 + 0.0 is 0.0 */
+}
+
+/* The numbers that an update needs, the same for all weights of a block. */
+typedef struct {
+    pair beta1, new1, beta2, new2, eps, per_root, per_mean, keep, step_size;
+    pair_power term;
+} pairs_settings;
+
+/* Update PAIR weights, `at` weights after the beginning of each stream. */
+INLINE void adam_pair(const pairs_settings *s, float *const *stream, int64_t at, int squared_length)
+{
+    pair w = load(stream[WEIGHT] + at), g = load(stream[GRADIENT] + at);
+    pair square = mul_add(s->beta2, load(stream[SQUARE] + at), mul(mul(s->new2, g), g));
+    pair average = mul_add(s->beta1, load(stream[AVERAGE] + at), mul(s->new1, g));
+    store(stream[SQUARE] + at, square);
+    store(stream[AVERAGE] + at, average);
+    pair denominator = mul_add(root(square), s->per_root, s->eps);
+    pair w_tilde = mul_sub(s->keep, w, over(mul(s->step_size, average), denominator));
+    if (squared_length) {
+        pair scaled = mul(w, both(SQUARE_SCALE));
+        w = mul(mul(scaled, scaled), mul(denominator, s->per_mean));
+    }
+    store(stream[WEIGHT] + at, decayed(&s->term, w_tilde, w));
+}
+
+INLINE void sgd_pair(const pairs_settings *s, float *const *stream, int64_t at, int has_weight_decay)
+{
+    pair w = load(stream[WEIGHT] + at), g = load(stream[GRADIENT] + at);
+    g = has_weight_decay ? mul_add(s->new1, g, mul(s->new2, w)) : mul(s->new1, g);
+    pair move = mul_add(s->beta1, load(stream[BUFFER] + at), g);
+    store(stream[BUFFER] + at, move);
+    store(stream[WEIGHT] + at, decayed(&s->term, mul_sub(s->keep, w, mul(s->step_size, move)), w));
+}
+
+INLINE void decay_pair(const pairs_settings *s, float *const *stream, int64_t at)
+{
+    pair w_tilde = mul(s->keep, load(stream[WEIGHT] + at));
+    store(stream[WEIGHT] + at, decayed(&s->term, w_tilde, load(stream[OLD_WEIGHT] + at)));
+}
+
+/* Run `UPDATE(streams, at)` for all weights of a block. The last ones, fewer than PAIR, are padded with zeros. */
+#define FOR_PAIRS(STREAM, COUNT, N, UPDATE)                                                                       \
+    do {                                                                                                          \
+        const int64_t whole = (N) / PAIR * PAIR;                                                                  \
+        const size_t rest = (size_t)((N) - whole) * sizeof(float);                                                \
+        /* Copies: a compiler would reload the pointers after each store. */                                      \
+        float *const own[] = { (STREAM)[0], (STREAM)[1], COUNT > 2 ? (STREAM)[2] : 0, COUNT > 3 ? (STREAM)[3] : 0 }; \
+        for (int64_t at = 0; at < whole; at += PAIR) UPDATE(own, at);                                             \
+        if (rest) {                                                                                               \
+            float padded[COUNT][PAIR] = { { 0 } }, *last[COUNT];                                                  \
+            for (int k = 0; k < COUNT; k++) last[k] = memcpy(padded[k], (STREAM)[k] + whole, rest);               \
+            UPDATE(last, 0);                                                                                      \
+            for (int k = 0; k < COUNT; k++) memcpy((STREAM)[k] + whole, last[k], rest);                           \
+        }                                                                                                         \
+    } while (0)
+
+static void adam_pairs(const adam_settings *adam, const decay_f32 *decay, const double *tensor, float *const *stream,
+                       int64_t n, int squared_length)
+{
+    const pairs_settings settings = {
+        .beta1 = both((float)adam->beta1), .new1 = both((float)(adam->maximize ? adam->beta1 - 1 : 1 - adam->beta1)),
+        .beta2 = both((float)adam->beta2), .new2 = both((float)(1 - adam->beta2)),
+        .eps = both((float)adam->eps), .per_root = both((float)tensor[1]), .per_mean = both((float)adam->per_mean),
+        .keep = both((float)((1 - adam->lr * adam->weight_decay) * decay->flat)),
+        .step_size = both((float)(tensor[0] * decay->flat)), .term = as_pairs(decay->fitted),
+    };
+#define WEIGHTS(STREAM, AT) adam_pair(&settings, STREAM, AT, 0)
+#define LENGTHS(STREAM, AT) adam_pair(&settings, STREAM, AT, 1)
+    if (squared_length) FOR_PAIRS(stream, 4, n, LENGTHS);
+    else FOR_PAIRS(stream, 4, n, WEIGHTS);
+#undef WEIGHTS
+#undef LENGTHS
+}
+
+/* SGD with a momentum buffer that is initialised, without Nesterov's variant. */
+static void sgd_pairs(const sgd_settings *sgd, const decay_f32 *decay, float *const *stream, int64_t n)
+{
+    const float new = (float)(1 - sgd->dampening);
+    const pairs_settings settings = {
+        .beta1 = both((float)sgd->momentum), .new1 = both(sgd->maximize ? -new : new),
+        .new2 = both(new * (float)sgd->weight_decay), .keep = both(decay->flat),
+        .step_size = both(decay->flat * (float)sgd->lr), .term = as_pairs(decay->fitted),
+    };
+#define PLAIN(STREAM, AT) sgd_pair(&settings, STREAM, AT, 0)
+#define WITH_WEIGHT_DECAY(STREAM, AT) sgd_pair(&settings, STREAM, AT, 1)
+    if (sgd->weight_decay) FOR_PAIRS(stream, 3, n, WITH_WEIGHT_DECAY);
+    else FOR_PAIRS(stream, 3, n, PLAIN);
+#undef PLAIN
+#undef WITH_WEIGHT_DECAY
+}
+
+static void decay_pairs(const decay_f32 *decay, float *const *stream, int64_t n)
+{
+    const pairs_settings settings = { .keep = both(decay->flat), .term = as_pairs(decay->fitted) };
+#define UPDATE(STREAM, AT) decay_pair(&settings, STREAM, AT)
+    FOR_PAIRS(stream, 2, n, UPDATE);
+#undef UPDATE
+}
+
+/* fitted_power_f32 of all numbers of an array. */
+static void power_pairs(fitted_f32 fitted, float *const *stream, int64_t n)
+{
+    const pair_power term = as_pairs(fitted);
+#define UPDATE(STREAM, AT) store((STREAM)[0] + (AT), power_pair(&term, load((STREAM)[1] + (AT))))
+    FOR_PAIRS(stream, 2, n, UPDATE);
+#undef UPDATE
+}
+#undef FOR_PAIRS
+#undef OP
+
+#endif
