@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from pdecay._core.group_settings import Group, penalty_of, scales_of
 from pdecay._core.penalty import Penalty
 from pdecay._core.tensors import TensorList, is_tracing
 from pdecay._core.validation import check_number
+from pdecay._optim.cache_parts import cache_parts
 from pdecay._optim.kernels import native
 from pdecay._optim.kernels.layout import PLAIN
 from pdecay._optim.kernels.selection import kernels_for, table_for
@@ -50,7 +51,7 @@ def update_and_decay_(
     *,
     elementwise: int,
     allow_kernels: bool = True,
-    measure: Callable[[DecayBatch], list[Tensor]] | None = None,
+    measure: Callable[[Sequence[list[Tensor]]], list[Tensor]] | None = None,
 ) -> None:
     """Run one step of a group's parameters: the optimizer's own update, then the decay.
 
@@ -64,15 +65,16 @@ def update_and_decay_(
         state: the optimizer's state.
         elementwise: the number of leading streams with one number for each weight.
         allow_kernels: whether fused kernels may be used.
-        measure: returns the lengths of a batch's weights, from which the decay is computed; their
-            magnitudes by default.
+        measure: returns the lengths of a batch's weights, from which the decay is computed, given
+            the batch's streams; their magnitudes by default.
     """
     fused = _fused(group, streams[0]) if allow_kernels else False
     for batch in make_batches(streams, group, rate, fused, elementwise):
-        # From w_old; empty if a kernel decays.
-        factors = batch.factors(measure(batch) if measure and batch.has_factors else batch.params)
-        update(batch, *(batch.select(stream) for stream in streams))  # w_old -> w_tilde
-        multiply_(batch.params, factors, foreach=batch.foreach)  # w = w_tilde * factor(w_old)
+        for part, own in batch.parts([batch.select(stream) for stream in streams]):
+            # From w_old; empty if a kernel decays.
+            factors = part.factors(measure(own) if measure and part.has_factors else part.params)
+            update(part, *own)  # w_old -> w_tilde
+            multiply_(part.params, factors, foreach=part.foreach)  # w = w_tilde * factor(w_old)
         batch.decay_at_anchors_(state)
 
 
@@ -94,6 +96,18 @@ class DecayBatch:
         if len(self.indices) == len(stream):
             return stream
         return [stream[i] for i in self.indices] if stream else []
+
+    def parts(self, streams: list[list[Any]]) -> Iterator[tuple[DecayBatch, list[list[Any]]]]:
+        """Yield this batch in parts for foreach, with their streams; see ``cache_parts.py``.
+
+        The other implementations read memory once, or work on one tensor at a time.
+        """
+        if not self.foreach or self.kernel is not None:
+            yield self, streams
+            return
+        for places, own in cache_parts(streams):
+            indices = [self.indices[place] for place in places]
+            yield replace(self, params=own[0], indices=indices), own
 
     @property
     def terms(self) -> list[list[float]]:
@@ -118,7 +132,8 @@ class DecayBatch:
         elif self.kernel is not None:
             self.kernel.decay_(self.params, w_old, terms=self.terms, rate=self.rate, **self.options)
         else:
-            multiply_(self.params, self.factors(w_old), foreach=self.foreach)
+            for part, (params, old) in self.parts([self.params, w_old]):
+                multiply_(params, part.factors(old), foreach=self.foreach)
 
     def decay_at_anchors_(self, state: State) -> None:
         """Decay by the anchors' factors (see ``auxiliary.py``); without anchors do nothing."""

@@ -6,7 +6,7 @@ PAdam and PSGD collect gradients and state from the optimizer and call these fun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,10 +70,8 @@ def adam_step_(
                 **hyper,
             )
 
-    def measure(batch: DecayBatch) -> list[Tensor]:
-        if mean is None:
-            return batch.params
-        return metric_lengths([batch.select(stream) for stream in streams], group, mean)
+    def measure(streams: Sequence[list[Tensor]]) -> list[Tensor]:
+        return streams[0] if mean is None else metric_lengths(streams, group, mean)
 
     elementwise = 5 if group["amsgrad"] else 4
     update_and_decay_(update, streams, group, rate, state, elementwise=elementwise, measure=measure)
@@ -123,7 +121,8 @@ def sgd_step_(
             )
         if has_momentum:
             for i, buffer in zip(batch.indices, buffers, strict=True):
-                momentum_buffers[i] = buffer
+                if momentum_buffers[i] is None:  # others may be views here
+                    momentum_buffers[i] = buffer
 
     streams: list[list[Any]] = [params, grads, momentum_buffers]
     update_and_decay_(
