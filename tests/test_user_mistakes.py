@@ -1,5 +1,6 @@
 """Likely mistakes of users: each is an error before anything changes, or a warning."""
 
+import gc
 import warnings
 
 import pytest
@@ -93,3 +94,11 @@ def test_handle_of_attach_shows_its_decay_and_state():
     assert repr(handle) == "Attachment(SGD, decay=Lp(p=0.8, lam=0.1), step='decay')"
     handle.detach()
     assert repr(handle).endswith("detached)")
+
+
+def test_target_without_its_optimizer_has_a_repr_and_says_what_is_missing():
+    target = pdecay.SparsityTarget(pdecay.PAdam(make_model().parameters()), 0.9, 100)
+    gc.collect()
+    assert repr(target).endswith("deleted optimizer)")
+    with pytest.raises(ReferenceError, match="the optimizer was deleted: keep a reference"):
+        _ = target.sparsity

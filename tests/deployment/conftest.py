@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TypeVar
 
 import pytest
+import torch
 
 T = TypeVar("T")
 
@@ -25,6 +27,7 @@ def clock(monkeypatch):
 
         spread = 0.01
         is_disturbed = False
+        threads = torch.get_num_threads()  # the number of usable threads
 
         def time_models(self, functions, **options):
             for function in functions:
@@ -38,6 +41,7 @@ def clock(monkeypatch):
             return Timing((self.dense, self.sparse), self.spread)
 
     clock = Clock()
+    monkeypatch.setattr(pipeline, "usable_threads", lambda _: nullcontext(clock.threads))
     monkeypatch.setattr(pipeline, "interleaved", clock.time_models)
     monkeypatch.setattr(layer_choice, "interleaved", clock.time_layer)
     return clock

@@ -54,7 +54,7 @@ class StepHooks:
         """The optimizer that the hooks are registered on."""
         optimizer = self._optimizer()
         if optimizer is None:
-            raise ReferenceError(f"the optimizer of this {type(self).__name__} was deleted")
+            raise ReferenceError("the optimizer was deleted: keep a reference to it")
         return optimizer
 
     def register(self) -> None:

@@ -209,11 +209,15 @@ class SparsityTarget:
         options += [f"floor={self.floor:g}"] if self.floor else []
         if self.per_layer:
             options.append("per_layer=" + ("True" if self.per_layer is True else "{...}"))
+        try:
+            progress = f"last_step={self.last_step}"
+        except ReferenceError:
+            progress = "deleted optimizer"
         settings = [
             f"{self.target:g}, total_steps={self.total_steps}, start={self.start:g}",
             f"end={self.end:g}",
             *options,
-            f"last_step={self.last_step}",
+            progress,
         ]
         return f"SparsityTarget({', '.join(settings)})"
 

@@ -29,10 +29,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     target = Path(os.path.realpath(path))  # replace the file that a symbolic link points to
     mode = _permissions(target)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(
-            errno.ENOENT, "No such folder, create it first", str(Path(path).parent)
-        )
+    check_folder_of(path)
     part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}{_UNFINISHED}")
     raw = _RawFile(part, 0o666 if mode is None else mode & 0o600)
     try:
@@ -50,6 +47,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             raise OSError(failed.errno, failed.strerror, str(path)) from error
         raise
     _sync_folder(target.parent)
+
+
+def check_folder_of(path: Path) -> None:
+    """Raise FileNotFoundError if the folder of a file to write does not exist."""
+    if not Path(os.path.realpath(path)).parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "No such folder, create it first", str(path.parent))
 
 
 def _permissions(path: Path) -> int | None:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
     text = "write the deployed model: pdecay.load(FILE) runs it without its code"
     add(parser, "--out", text, Path)
-    add(parser, "--seconds", "the most time for measurements", seconds, 30.0)
+    add(parser, "--seconds", "the time for the whole call", seconds, 30.0)
     text = "measured: the faster form of each layer; sparse: all that can be; dense: none"
     add(
         parser,

@@ -126,6 +126,8 @@ def test_invalid_arguments(tmp_path):
         export_onnx(nn.Linear(3, 2), tmp_path / "model.onnx", 3)
     with pytest.raises(ValueError, match=r"the name must end with .onnx, got"):
         export_onnx(nn.Linear(3, 2), tmp_path / "model.pt", torch.randn(1, 3))
+    with pytest.raises(FileNotFoundError, match=r"No such folder, create it first: .*missing'$"):
+        export_onnx(nn.Linear(3, 2), tmp_path / "missing" / "model.onnx", torch.randn(1, 3))
     (tmp_path / "model.onnx").mkdir()
     with pytest.raises(ValueError, match="is a folder"):
         export_onnx(nn.Linear(3, 2), tmp_path / "model.onnx", torch.randn(1, 3))

@@ -635,3 +635,12 @@ def test_disturbed_measurement_is_reported(clock):
     clock.is_disturbed, clock.spread = True, 0.4
     report = deploy(mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)).report
     assert "times varied by 40%, probably because of other processes" in str(report)
+
+
+def test_one_thread_on_a_busy_machine_is_reported(clock, monkeypatch):
+    model, x = mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)
+    monkeypatch.setattr(pipeline.torch, "get_num_threads", lambda: 2)
+    clock.threads = 2
+    assert not deploy(model, x).report.notes
+    clock.threads = 1
+    assert "2 threads wait for each other: times are of 1 thread" in str(deploy(model, x).report)

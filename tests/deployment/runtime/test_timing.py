@@ -1,4 +1,4 @@
-"""interleaved: ratios that interruptions do not change."""
+"""Ratios that interruptions do not change, and the number of threads on a busy machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pdecay.deployment.runtime import timing
-from pdecay.deployment.runtime.timing import interleaved
+from pdecay.deployment.runtime.timing import interleaved, usable_threads
 
 
 class Machine:
@@ -84,3 +84,30 @@ def test_parts_are_free_of_interruptions_of_whole_calls(machine):
 def test_real_clock():
     slow, fast = interleaved([lambda: time.sleep(3e-3), lambda: time.sleep(1e-3)]).seconds
     assert slow > fast > 0
+
+
+@pytest.mark.parametrize(("waiting", "expected"), [(0.0, 2), (20e-6, 2), (5e-3, 1)])
+def test_one_thread_is_used_while_threads_wait(machine, monkeypatch, waiting, expected):
+    threads = 2
+    waits = itertools.cycle([True, False, False, False])
+
+    def set_num_threads(count):
+        nonlocal threads
+        threads = count
+
+    def durations_of_sin(_, seconds):
+        times = []
+        while sum(times) < seconds:
+            times.append(100e-6 / threads + (waiting if threads > 1 and next(waits) else 0.0))
+        machine.now += sum(times)
+        return times
+
+    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(timing.torch, "set_num_threads", set_num_threads)
+    monkeypatch.setattr(timing, "_durations", durations_of_sin)
+    with usable_threads(0.4) as used:
+        assert used == threads == expected
+    assert threads == 2
+    assert machine.now < 0.5
+    with usable_threads(0.0) as used:  # not checked
+        assert used == 2

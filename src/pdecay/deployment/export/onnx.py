@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pdecay._utils.files import check_folder_of
 from pdecay.deployment.export.target import check_target
 from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
@@ -65,6 +66,7 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
         The file's size and accuracy; ``str()`` formats them as one line.
 
     Raises:
+        FileNotFoundError: if the folder does not exist.
         ModuleNotFoundError: if a package of the extra ``onnx`` is not installed.
         ExportError: if the export fails, or if outputs differ by more than 1e-4 of the largest
             element. Nothing is written then.
@@ -74,6 +76,7 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
     check_installed()
     inputs = Inputs.of(example_inputs)
     target = check_target(path, (".onnx",))
+    check_folder_of(target)
     program = exported(model, inputs)
     with quiet():
         onnx_program: Any = torch.onnx.export(program.exported, dynamo=True, verbose=False)

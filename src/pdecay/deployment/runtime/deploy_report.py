@@ -57,7 +57,7 @@ class DeployReport:
         removed: the number of units that compaction removed.
         difference: the largest difference of outputs, relative to the largest output.
         batch: the number of rows of the example; None if its tensors have different numbers.
-        threads: torch's number of threads.
+        threads: torch's number of threads during the measurements.
         notes: steps that were skipped, with reasons.
     """
 

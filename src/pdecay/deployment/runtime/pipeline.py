@@ -28,13 +28,14 @@ from pdecay.deployment.runtime.layer_choice import (
     choose_layers,
 )
 from pdecay.deployment.runtime.rewriting import fold_batch_norms, with_sparse_layers
-from pdecay.deployment.runtime.timing import Timing, interleaved
+from pdecay.deployment.runtime.timing import Timing, interleaved, usable_threads
 from pdecay.deployment.runtime.usage import Usage, observe_usage, record_calls
 
 __all__ = ["DeployReport", "DeployedLayer", "deploy"]
 
 _TOLERANCE = 1e-4  # relative to the largest output: rounding errors of another summation order
 _TIE = 1.02  # times within this ratio count as equal
+_CHECK_SECONDS = 0.5  # enough to find out whether threads wait for processors
 _QUIET_SECONDS = 0.5  # enough to measure the whole model on an idle machine
 _MAX_SPREAD = 0.1  # times that vary more are reported
 _MEASURING_SHARE = 0.3  # at least this share of `seconds` is left for measurements
@@ -70,7 +71,8 @@ def deploy(
             however long that takes; at least 30 % of `seconds` remain for measurements, which time
             each layer and model at least once. Measurements end earlier if repetitions agree. If
             they still vary at the end, because other processes use the processor, the report says
-            so.
+            so. If torch's threads have to wait for processors, one thread is used during the call
+            and the report has its times.
         choose: ``"measured"`` takes the faster form of each layer and of the model. ``"sparse"``
             makes each layer sparse that can be, and ``"dense"`` none; both measure the whole model
             only. A plan, ``deployed.report.plan`` of an earlier call, repeats its choices: it is
@@ -100,8 +102,17 @@ def deploy(
     if not seconds >= 0:
         raise ValueError(f"seconds must be at least 0, got {seconds!r}")
     _check_deployable(model)
-    with Progress("deploy", progress) as say:
-        return _deployed(model, inputs, seconds, choose, say)
+    asked = torch.get_num_threads()
+    check = min(_CHECK_SECONDS, 0.2 * seconds)
+    with Progress("deploy", progress) as say, usable_threads(check) as threads:
+        notes = []
+        if threads < asked:
+            notes.append(
+                f"other processes use the processors, so that {asked} threads wait for each other: "
+                "times are of 1 thread; serve with torch.set_num_threads(1), or deploy on an idle "
+                "machine"
+            )
+        return _deployed(model, inputs, seconds - check, choose, say, notes)
 
 
 def _deployed(
@@ -110,10 +121,11 @@ def _deployed(
     seconds: float,
     choose: Choose,
     say: Callable[[float, str], None],
+    notes: list[str],
 ) -> nn.Module:
     end = time.perf_counter() + seconds
     say(0.0, "removing dead units")
-    smaller, notes = _compacted(model, inputs)
+    smaller = _compacted(model, inputs, notes)
     given = shared_copy(model)
     usage = observe_usage(smaller, inputs)
     folded = fold_batch_norms(smaller, usage)
@@ -207,9 +219,8 @@ def _check_deployable(model: object) -> None:
         raise ValueError("the model has an attribute `report`, which deploy sets: rename it")
 
 
-def _compacted(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, list[str]]:
-    """Return the compacted model; if compaction fails, a copy of the model and a note."""
-    notes = []
+def _compacted(model: nn.Module, inputs: Inputs, notes: list[str]) -> nn.Module:
+    """Return the compacted model; if compaction fails, add a note and return a copy."""
     try:
         smaller = compact(model, inputs.copy())
     except CompactError as error:
@@ -219,7 +230,7 @@ def _compacted(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, list[str]]:
         except Exception as own:  # the model cannot be copied or run
             raise error from own
         notes.append(f"not compacted: {error}")
-    return smaller.eval().requires_grad_(False), notes
+    return smaller.eval().requires_grad_(False)
 
 
 def _other_batch_errors(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 _QUANTILE = 0.1  # a low quantile ignores the turns that other processes interrupted
@@ -17,6 +19,7 @@ _MAX_SPREAD = 0.1  # measure longer while the groups differ by more than this
 _LONGER = 1.3  # by this factor
 _DISTURBED = 1.3  # the ratio of the median and the low quantile on a busy machine
 _LONG = 20e-3  # seconds of a long call
+_PROBE_SIZE = 1 << 17  # numbers that torch divides between at least four threads
 
 _Call = Sequence[float]  # the seconds of a call, or of its parts
 _Turn = Sequence[_Call]  # the calls of one turn
@@ -95,6 +98,54 @@ def interleaved(
     is_disturbed = done < _GROUPS or spread > _MAX_SPREAD
     is_disturbed |= not by_parts and slowest > _DISTURBED  # parts are free of interruptions
     return Timing(lows, spread, is_disturbed)
+
+
+@contextmanager
+def usable_threads(seconds: float) -> Iterator[int]:
+    """Set torch's number of threads to 1 in the block if its threads have to wait for processors.
+
+    Parallel operations end when their last thread has run. If other processes use the processors,
+    that takes milliseconds instead of microseconds, and ratios of times are arbitrary.
+
+    Args:
+        seconds: the time of the check; 0 does not check.
+
+    Yields:
+        The number of threads in the block.
+    """
+    before = torch.get_num_threads()
+    try:
+        if before > 1 and seconds > 0 and _threads_wait(before, seconds):
+            torch.set_num_threads(1)
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+def _threads_wait(threads: int, seconds: float) -> bool:
+    """Return whether an operation takes longer with all threads than with one, on average."""
+    numbers = torch.linspace(0.0, 1.0, _PROBE_SIZE, device="cpu", dtype=torch.float32)
+    seconds_alone, seconds_together = [], []
+    end = time.perf_counter() + seconds
+    while not seconds_together or time.perf_counter() < end:
+        torch.set_num_threads(1)
+        seconds_alone += _durations(numbers.sin, 0.1 * seconds)
+        torch.set_num_threads(threads)
+        seconds_together += _durations(numbers.sin, 0.4 * seconds)
+    # Of the undisturbed time alone, the threads together need about a half or less.
+    return statistics.mean(seconds_together) > 1.3 * min(seconds_alone)
+
+
+def _durations(function: Callable[[], object], seconds: float) -> list[float]:
+    """Call a function repeatedly; return the seconds of all calls except the first."""
+    function()
+    durations = []
+    end = time.perf_counter() + seconds
+    while not durations or time.perf_counter() < end:
+        start = time.perf_counter()
+        function()
+        durations.append(time.perf_counter() - start)
+    return durations
 
 
 class _Clock:
