@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pdecay import PSGD, Lp, PAdam, SparsityTarget
+from pdecay import PSGD, Every, Lp, PAdam, Slow, SparsityTarget
 from pdecay._optim.rounding import stochastically_rounded
 
 
@@ -87,3 +87,31 @@ def test_resumes_exactly_and_reaches_the_target(make):
     state = [value for value in optimizer.state[weight].values() if value.shape == weight.shape]
     assert state
     assert {value.dtype for value in state} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("auxiliary", [Every(3), Slow(0.01)])
+@pytest.mark.parametrize("make", [PAdam, PSGD])
+def test_resumes_exactly_with_anchors(make, auxiliary):
+    def start():
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(16, 16).bfloat16())
+        decay = {"decay": Lp(0.8, 1), "auxiliary": auxiliary}
+        return weight, make([weight], lr=1e-2, stochastic_rounding=True, **decay)
+
+    def train(weight, optimizer, steps):
+        for step in steps:
+            weight.grad = torch.sin(9 * weight.detach() + step)
+            optimizer.step()
+
+    weight, optimizer = start()
+    train(weight, optimizer, range(10))
+    saved = copy.deepcopy((weight.detach(), optimizer.state_dict()))
+    train(weight, optimizer, range(10, 20))
+    again, resumed = start()
+    again.data.copy_(saved[0])
+    resumed.load_state_dict(saved[1])
+    train(again, resumed, range(10, 20))
+    assert torch.equal(weight, again)
+    assert optimizer.state[weight]["anchor"].dtype == torch.bfloat16
+    assert optimizer.state[weight]["anchor_steps"] == 20
+    assert optimizer.state[weight]["anchor"].unique().numel() > 16  # it follows the weights

@@ -19,6 +19,8 @@ from pdecay._core.group_settings import Group
 Streams = Sequence[list[Any]]
 State = dict[Tensor, dict[str, Any]]
 
+_ANCHOR = ("anchor", "anchor_steps")  # the state that the decay itself keeps; see anchors.py
+
 
 def run_rounded(
     step: Callable[[Streams, Group, State], None], streams: Streams, group: Group, state: State
@@ -38,9 +40,19 @@ def run_rounded(
     copies = [[_widened(tensor) for tensor in stream] for stream in streams]
     wide = dict(zip(streams[0], copies[0], strict=True))
     wide_group = {**group, "params": [wide.get(param, param) for param in group["params"]]}
-    step(copies, wide_group, {wide.get(param, param): entry for param, entry in state.items()})
+    entries = {
+        copy: {key: _widened(state[param][key]) for key in _ANCHOR if key in state[param]}
+        for param, copy in wide.items()
+    }
+    step(copies, wide_group, entries)
     group["rounding_step"] = group.get("rounding_step", 0) + 1
     generators: dict[torch.device, torch.Generator] = {}
+
+    def generator_on(device: torch.device) -> torch.Generator:
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(group["rounding_step"])
+        return generators[device]
+
     for index, (stream, copied) in enumerate(zip(streams, copies, strict=True)):
         for i, (tensor, value) in enumerate(zip(stream, copied, strict=True)):
             if value is tensor or index == 1:  # gradients have not changed
@@ -48,14 +60,16 @@ def run_rounded(
             if tensor is None and streams[0][i].dtype != torch.bfloat16:
                 stream[i] = value  # a new momentum buffer in full precision
                 continue
-            if value.device not in generators:
-                generator = torch.Generator(value.device)
-                generators[value.device] = generator.manual_seed(group["rounding_step"])
-            rounded = stochastically_rounded(value, generators[value.device])
+            rounded = stochastically_rounded(value, generator_on(value.device))
             if tensor is None:
                 stream[i] = rounded
             else:
                 tensor.copy_(rounded)
+    for param, copy in wide.items():
+        for key, value in entries[copy].items():
+            if isinstance(value, Tensor) and param.dtype == torch.bfloat16:
+                value = stochastically_rounded(value, generator_on(value.device))
+            state[param][key] = value
 
 
 def stochastically_rounded(values: Tensor, generator: torch.Generator) -> Tensor:
