@@ -152,3 +152,21 @@ def test_resume_keeps_a_changing_scale(tmp_path, exact, same):
     fading(resumed, STOP, STEPS)
     assert same(resumed.model.state_dict(), through.model.state_dict())
     assert resumed.optimizer.param_groups[0]["decay_scale"] == pytest.approx(0.9**STEPS)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_groups_made_from_loaded_weights_are_explained(attached):
+    def build(model):
+        groups = pdecay.param_groups(model)
+        if not attached:
+            return pdecay.PSGD(groups, lr=0.1)
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        pdecay.attach(optimizer, Lp(0.8, 1e-2))
+        return optimizer
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    saved = build(model).state_dict()
+    model[1].weight.data.zero_()  # as training may do
+    optimizer = build(model)
+    with pytest.raises(ValueError, match="create the optimizer before the weights are loaded"):
+        optimizer.load_state_dict(saved)

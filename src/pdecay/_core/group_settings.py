@@ -179,6 +179,16 @@ def complete_checkpoint(state_dict: dict[str, Any], groups: list[Group]) -> dict
     """
     if len(state_dict["param_groups"]) != len(groups):
         return state_dict  # torch raises a clear error for this
+    sizes = [
+        [len(group["params"]) for group in some] for some in (groups, state_dict["param_groups"])
+    ]
+    if sizes[0] != sizes[1] and sum(sizes[0]) == sum(sizes[1]):
+        raise ValueError(
+            f"the optimizer's groups have {sizes[0]} parameters, those of the checkpoint have "
+            f"{sizes[1]}. pdecay.param_groups puts tensors that are all zero into the group "
+            "without decay: create the optimizer before the weights are loaded, or name tensors "
+            "that became zero, or were zero at the start, with include= or exclude="
+        )
     filled = []
     for index, (saved, current) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
         keys = [key for key in (*DECAY_KEYS, "metric") if key in current]
