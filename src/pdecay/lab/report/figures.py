@@ -54,7 +54,7 @@ def accuracy(style: Style) -> Figure:
         axes.step(sparsities, accuracies, color=GREY, linewidth=1.2, where="pre", zorder=2)
     axes.set_ylabel("validation accuracy, %")
     cropped = len(best.cropped(style.experiment.means))
-    note = f"; {cropped} far below the plot, drawn at its edge" if cropped else ""
+    note = f"; {cropped} below the plot, at its edge" if cropped else ""
     _title(axes, "Accuracy against sparsity", style.experiment.describe() + note)
     return figure
 
