@@ -12,7 +12,7 @@ demo: $(VENV)/lab
 test: $(VENV)/test
 	$(VENV)/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 
-# The tests without those marked slow: about two minutes on two cores.
+# The tests without those marked slow: about a minute and a half on two idle cores.
 quicktest: $(VENV)/test
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow' tests
 

@@ -30,7 +30,7 @@ EXACT: dict[str, Any] = {"fused": False}
 # Folders and files that `make quicktest` leaves out: other processes, browsers, databases, fuzzing,
 # compilers, other frameworks, and suites over many optimizers. Single slow tests have the marker.
 SLOW = (
-    "bridge/test_estimator_checks.py",
+    "bridge",
     "contract",
     "core/test_robust.py",
     "core/test_theory.py",
