@@ -11,7 +11,7 @@ from pdecay.prox import lp, penalty_prox
 from pdecay.sklearn import BridgeClassifier, BridgeRegressor
 from pdecay.sklearn import _kernels as module
 from pdecay.sklearn._kernels import CompiledKernels
-from pdecay.sklearn._python_kernels import PythonKernels
+from pdecay.sklearn._python_kernels import Inverse, PythonKernels
 from pdecay.sklearn._terms import Terms, entry_strength
 
 from .problems import classification, regression
@@ -103,15 +103,60 @@ def test_c_and_python_sweeps_agree(needs_native, penalty):
         np.testing.assert_allclose(c, python, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("d", [1, 4, 7, 1000])
-def test_weighted_product_equals_numpy(kernels, d):
+@pytest.mark.parametrize("d", [1, 4, 7, 200])
+@pytest.mark.parametrize("m", [0, 1, 6])
+def test_conjugate_gradients_solve_the_system(kernels, d, m):
     rng = np.random.default_rng(0)
     x = np.asfortranarray(rng.standard_normal((35, d)), dtype=np.float32)
-    weights, u = rng.random(d).astype(np.float32), rng.random(35).astype(np.float32)
-    product, sums = kernels.product(x, weights, u)
-    exact = x.T.astype(float) @ u
-    np.testing.assert_allclose(sums, exact, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(product, x.astype(float) @ (weights * exact), rtol=1e-3, atol=1e-2)
+    weights, right = rng.random(d).astype(np.float32), rng.random(35).astype(np.float32)
+    p = np.asfortranarray(np.linalg.qr(rng.standard_normal((35, m)))[0] * 0.9, dtype=np.float32)
+    before = right.copy()
+    found, products, converged = kernels.solve(x, weights, Inverse(p, 3.0), right, 1e-5, 100)
+    exact = np.linalg.solve(np.eye(35) + (x * weights).astype(float) @ x.T, right)
+    assert converged
+    assert (right == before).all()
+    np.testing.assert_allclose(found, exact, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(products, x.T @ exact, rtol=1e-3, atol=1e-3)
+
+
+def test_conjugate_gradients_report_that_they_stopped_early(kernels):
+    rng = np.random.default_rng(0)
+    x = np.asfortranarray(rng.standard_normal((35, 50)), dtype=np.float32)
+    weights, right = np.full(50, 9.0, np.float32), np.ones(35, np.float32)
+    none = Inverse(np.empty((35, 0), np.float32, order="F"), 1.0)
+    found, products, converged = kernels.solve(x, weights, none, right, 1e-5, 3)
+    assert not converged
+    np.testing.assert_allclose(products, x.T @ found, rtol=1e-3, atol=1e-3)
+    bad = Inverse(none.p, float("nan"))
+    assert not kernels.solve(x, weights, bad, right, 1e-5, 3)[2]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 1), (30, 8), (30, 19)])
+@pytest.mark.parametrize("layout", ["C", "F", "strided"])
+@pytest.mark.parametrize("centred", [False, True])
+def test_scaled_copy_equals_numpy(kernels, shape, layout, centred):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2 * shape[0], shape[1]))[::2] + 3
+    x = x if layout == "strided" else np.array(x, order=layout)
+    roots, means = rng.random(shape[0]), x.mean(axis=0)
+    before = x.copy()
+    scaled, norms = kernels.scale(x, roots, means if centred else None)
+    expected = (x - means if centred else x) * roots[:, None]
+    assert scaled.flags.f_contiguous
+    assert (x == before).all()
+    np.testing.assert_allclose(scaled, expected, rtol=1e-14, atol=1e-14)
+    np.testing.assert_allclose(norms, (expected**2).sum(axis=0), rtol=1e-13, atol=1e-14)
+
+
+def test_sparse_products_equal_dense_ones(kernels):
+    x = sparse.random_array((40, 12), density=0.3, format="csc", rng=0)
+    x.indices, x.indptr = x.indices.astype(np.int32), x.indptr.astype(np.int32)
+    dense, r = x.toarray(), np.random.default_rng(1).standard_normal(40)
+    rows, columns = np.array([3, 0, 11]), np.array([5, 3, 3, 7])
+    products = kernels.sparse_products(x, x.data**2, r)
+    np.testing.assert_allclose(products, (dense**2).T @ r, atol=1e-14)
+    gram = kernels.sparse_gram(x, rows, columns)
+    np.testing.assert_allclose(gram, dense[:, rows].T @ dense[:, columns], atol=1e-14)
 
 
 def test_estimators_give_the_same_without_a_compiler(monkeypatch):

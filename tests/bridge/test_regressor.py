@@ -14,6 +14,8 @@ from sklearn.model_selection import GridSearchCV
 
 from pdecay import Lp
 from pdecay.sklearn import BridgeRegressor
+from pdecay.sklearn._design import DenseDesign
+from pdecay.sklearn._systems import Systems
 
 from .problems import regression, regression_objective
 
@@ -162,6 +164,40 @@ def test_residual_mode_equals_gram_mode(monkeypatch, p, make):
     monkeypatch.setattr("pdecay.sklearn._solver._LARGEST_GRAM", 0)
     without = BridgeRegressor(p, 0.05, n_starts=1, max_iter=100000).fit(make(x), y)
     assert without.objective_ == pytest.approx(with_gram.objective_, rel=1e-2 if p < 1 else 1e-9)
+
+
+@pytest.mark.parametrize("p", [0.5, 1.5])
+def test_sparse_features_with_duplicate_entries(p):
+    x, y, _ = regression(60, 20)
+    entries = sparse.csc_array(x)
+    twice = sparse.csc_array(
+        (np.repeat(entries.data / 2, 2), np.repeat(entries.indices, 2), 2 * entries.indptr),
+        shape=x.shape,
+    )
+    model = BridgeRegressor(p, 0.1).fit(twice, y)
+    np.testing.assert_allclose(model.coef_, BridgeRegressor(p, 0.1).fit(x, y).coef_, atol=1e-7)
+
+
+@pytest.mark.parametrize("lam", [1e-6, 1e-3])
+def test_almost_equal_features_with_p_above_2(lam):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((300, 1)) + 1e-3 * rng.standard_normal((300, 40))
+    y = x @ rng.standard_normal(40) + rng.standard_normal(300)
+    model = BridgeRegressor(3, lam, fit_intercept=False).fit(x, y)
+    gradient = x.T @ (x @ model.coef_ - y) / 300 + lam * model.coef_ * np.abs(model.coef_)
+    assert np.abs(gradient).max() <= 1e-7
+
+
+@pytest.mark.parametrize("weight", [1.0, 100.0, 1e6])
+def test_factorised_systems_are_precise_enough(weight):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((60, 1)) + 1e-2 * rng.standard_normal((60, 15))
+    systems = Systems(DenseDesign(x, np.ones(60), None), iterate=False)
+    weights, right = weight * rng.uniform(1, 2, 15), rng.standard_normal(60)
+    found, products = systems.solve(weights, right, 1e-4)
+    exact = np.linalg.solve(np.eye(60) + (x * weights) @ x.T, right)
+    np.testing.assert_allclose(found, exact, atol=1e-2 * np.abs(exact).max())
+    np.testing.assert_allclose(products, x.T @ found, atol=1e-12)
 
 
 def test_integer_weights_equal_repeated_samples():

@@ -10,7 +10,7 @@
  * comparison. bridge_dense and bridge_sparse keep the residual r. All three stop when the largest step,
  * measured as sqrt(L_j) * |change of w_j|, is at most `tol`, and return the number of sweeps.
  *
- * bridge_product is the matrix product of the Newton steps for p > 1.
+ * bridge_scale prepares X. bridge_product and bridge_solve are for the linear systems of p > 1.
  *
  * The callers in pdecay/sklearn have checked shapes, dtypes and layouts.
  */
@@ -29,6 +29,7 @@ typedef struct {
 
 enum { MOST_STEPS = 100 };
 enum { LINE = 16 };                         /* single-precision numbers in a cache line */
+enum { BLOCK = 8 };                         /* double-precision numbers in a cache line */
 static const double STEP_LIMIT = 1e-9;      /* Newton's method converges quadratically: the next step is exact */
 
 static double dot(int64_t n, const double *a, const double *b)
@@ -237,8 +238,59 @@ int64_t bridge_sparse(const double *values, const int32_t *rows, const int32_t *
     return sweep;
 }
 
-/* sums = X' u and result = X (weights * sums) in single precision, for an X in column order. Each column is read
- * once. Four columns at a time, so that u and the result are loaded less often; the next four are prefetched. */
+/* q = S' r for a sparse S in column order. */
+void bridge_sparse_products(int64_t d, const double *values, const int32_t *rows, const int32_t *starts,
+                            const double *r, double *q)
+{
+    for (int64_t j = 0; j < d; j++) {
+        double sum = 0;
+        for (int32_t i = starts[j]; i < starts[j + 1]; i++) sum += values[i] * r[rows[i]];
+        q[j] = sum;
+    }
+}
+
+/* gram = A' B for two lists of columns A and B of a sparse S, in row order. `work` has n zeros, before and after. */
+void bridge_sparse_gram(const double *values, const int32_t *rows, const int32_t *starts, int64_t m,
+                        const int64_t *a, int64_t k, const int64_t *b, double *work, double *gram)
+{
+    for (int64_t i = 0; i < m; i++) {
+        for (int32_t e = starts[a[i]]; e < starts[a[i] + 1]; e++) work[rows[e]] += values[e];
+        for (int64_t j = 0; j < k; j++) {
+            double sum = 0;
+            for (int32_t e = starts[b[j]]; e < starts[b[j] + 1]; e++) sum += values[e] * work[rows[e]];
+            gram[i * k + j] = sum;
+        }
+        for (int32_t e = starts[a[i]]; e < starts[a[i] + 1]; e++) work[rows[e]] = 0;
+    }
+}
+
+/* copy = diag(roots) (X - 1 means') in column order, and the squared norms of its columns. X has `step` numbers
+ * from one row to the next and `stride` from one column to the next; one of them is 1. `means` may be null. */
+void bridge_scale(int64_t n, int64_t d, const double *x, int64_t step, int64_t stride, const double *roots,
+                  const double *means, double *copy, double *norms)
+{
+    for (int64_t first = 0; first < d; first += BLOCK) {
+        int64_t last = first + BLOCK < d ? first + BLOCK : d;
+        if (step != 1)      /* transpose a few columns at a time, so that each cache line is read once */
+            for (int64_t i = 0; i < n; i++)
+                for (int64_t j = first; j < last; j++) copy[j * n + i] = x[i * step + j];
+        for (int64_t j = first; j < last; j++) {
+            double *b = copy + j * n, mean = means ? means[j] : 0, sum = 0;
+            const double *a = step == 1 ? x + j * stride : b;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < n; i++) {
+                double value = (a[i] - mean) * roots[i];
+                b[i] = value;
+                sum += value * value;
+            }
+            norms[j] = sum;
+        }
+    }
+}
+
+/* sums = X' u and result = X (weights * sums) in single precision, for an X in column order. Without weights they
+ * are 1. Each column is read once. Four columns at a time, so that u and the result are loaded less often; the next
+ * four are prefetched. */
 void bridge_product(int64_t n, int64_t d, const float *x, const float *weights, const float *u, float *sums,
                     float *result)
 {
@@ -258,10 +310,12 @@ void bridge_product(int64_t n, int64_t d, const float *x, const float *weights, 
         sums[j + 1] = sum_b;
         sums[j + 2] = sum_c;
         sums[j + 3] = sum_e;
-        sum_a *= weights[j];
-        sum_b *= weights[j + 1];
-        sum_c *= weights[j + 2];
-        sum_e *= weights[j + 3];
+        if (weights) {
+            sum_a *= weights[j];
+            sum_b *= weights[j + 1];
+            sum_c *= weights[j + 2];
+            sum_e *= weights[j + 3];
+        }
         for (int64_t first = 0; first < n; first += LINE) {
             int64_t last = first + LINE < n ? first + LINE : n;
             for (int k = 4; k < 8; k++) __builtin_prefetch(a + k * n + first);
@@ -276,8 +330,50 @@ void bridge_product(int64_t n, int64_t d, const float *x, const float *weights, 
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < n; i++) sum += a[i] * u[i];
         sums[j] = sum;
-        sum *= weights[j];
+        if (weights) sum *= weights[j];
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) result[i] += sum * a[i];
     }
+}
+
+static float dot_single(int64_t n, const float *a, const float *b)
+{
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+/* Solve (I + X diag(weights) X') solution = r by conjugate gradients in single precision, until the residual, which
+ * replaces r, is at most `accuracy`; products = X' solution. The preconditioner is (I - P P') / rest, with m columns
+ * in P. `work` has room for 3 n + d + m numbers. Returns the number of iterations, or -1 without convergence. */
+int64_t bridge_solve(int64_t n, int64_t d, const float *x, const float *weights, int64_t m, const float *p,
+                     double rest, double accuracy, int64_t most, float *r, float *solution, float *products,
+                     float *work)
+{
+    float *direction = work, *image = direction + n, *z = image + n, *sums = z + n, *inner = sums + d;
+    float inverse = (float)(1 / rest);
+    double product = 0;
+    for (int64_t i = 0; i < n; i++) solution[i] = direction[i] = 0;
+    for (int64_t j = 0; j < d; j++) products[j] = 0;
+    for (int64_t iteration = 1; iteration <= most; iteration++) {
+        double before = product;
+        bridge_product(n, m, p, 0, r, inner, z);
+        for (int64_t i = 0; i < n; i++) z[i] = (r[i] - z[i]) * inverse;
+        product = dot_single(n, r, z);
+        if (!(product > 0)) return -1;      /* rounding errors, or overflow */
+        float share = before > 0 ? (float)(product / before) : 0;
+        for (int64_t i = 0; i < n; i++) direction[i] = z[i] + share * direction[i];
+        bridge_product(n, d, x, weights, direction, sums, image);
+        for (int64_t i = 0; i < n; i++) image[i] += direction[i];
+        double curvature = dot_single(n, direction, image);
+        float length = (float)(product / (curvature > 0 ? curvature : 1));
+        for (int64_t i = 0; i < n; i++) {
+            solution[i] += length * direction[i];
+            r[i] -= length * image[i];
+        }
+        for (int64_t j = 0; j < d; j++) products[j] += length * sums[j];
+        if (sqrt(dot_single(n, r, r)) <= accuracy) return iteration;
+    }
+    return -1;
 }

@@ -13,7 +13,7 @@ import numpy as np
 from scipy import sparse
 
 from pdecay.sklearn._kernels import kernels
-from pdecay.sklearn._python_kernels import Indices, Singles
+from pdecay.sklearn._python_kernels import Indices, Inverse, Singles, conjugate_gradients
 from pdecay.sklearn._terms import Floats, Terms
 
 
@@ -28,13 +28,7 @@ class DenseDesign:
 
     def __init__(self, x: Floats, roots: Floats, means: Floats | None) -> None:
         self.shape: tuple[int, int] = (x.shape[0], x.shape[1])
-        self.x: Floats = np.empty(self.shape, order="F")
-        if means is None:
-            np.multiply(x, roots[:, None], out=self.x)
-        else:
-            np.subtract(x, means, out=self.x)
-            self.x *= roots[:, None]
-        self.norms: Floats = np.einsum("ij,ij->j", self.x, self.x)
+        self.x, self.norms = kernels().scale(x, roots, means)
         if means is not None:  # a constant column leaves rounding errors
             self.norms[self.norms <= 1e-28 * means**2 * (roots @ roots)] = 0.0
 
@@ -79,6 +73,7 @@ class SparseDesign:
 
     def __init__(self, x: Any, roots: Floats, means: Floats | None) -> None:
         scaled = sparse.csc_array(x, dtype=np.float64, copy=True)
+        scaled.sum_duplicates()
         scaled.data *= roots[scaled.indices]
         self.x = scaled
         self.x.indices = self.x.indices.astype(np.int32, copy=False)
@@ -87,7 +82,7 @@ class SparseDesign:
         self.shape = self.x.shape
         self.means = np.zeros(self.shape[1]) if means is None else means
         self.total = float(roots @ roots)
-        self.norms: Floats = np.asarray(self.x.multiply(self.x).sum(axis=0)).ravel()
+        self.norms = kernels().sparse_products(self.x, self.x.data**2, np.ones(self.shape[0]))
         # Rounding must not make the norm of a constant column positive.
         before = self.norms.copy()
         self.norms -= self.total * self.means**2
@@ -95,7 +90,8 @@ class SparseDesign:
 
     def correlate(self, r: Floats) -> Floats:
         """Return ``X' r``."""
-        return np.asarray(self.x.T @ r - self.means * (self.roots @ r))
+        products = kernels().sparse_products(self.x, self.x.data, r)
+        return np.asarray(products - self.means * (self.roots @ r))
 
     def residual(self, y: Floats, w: Floats) -> Floats:
         """Return ``y - X w``."""
@@ -103,7 +99,7 @@ class SparseDesign:
 
     def gram(self, rows: Indices, columns: Indices) -> Floats:
         """Return the inner products of two lists of columns."""
-        products = (self.x[:, rows].T @ self.x[:, columns]).toarray()
+        products = kernels().sparse_gram(self.x, rows, columns)
         return np.asarray(products - self.total * np.outer(self.means[rows], self.means[columns]))
 
     def single(self, factor: float) -> SingleSparse:
@@ -145,13 +141,19 @@ class SingleDense:
         """Return ``X w``."""
         return np.asarray(self.x @ w)
 
-    def product(self, weights: Singles, u: Singles) -> tuple[Singles, Singles]:
-        """Return ``X diag(weights) X' u`` and ``X' u``."""
-        return kernels().product(self.x, weights, u)
+    def solve(
+        self, weights: Singles, inverse: Inverse, right: Singles, accuracy: float, most: int
+    ) -> tuple[Singles, Singles, bool]:
+        """Solve ``(I + X diag(weights) X') x = right`` as :func:`conjugate_gradients` does."""
+        return kernels().solve(self.x, weights, inverse, right, accuracy, most)
 
     def columns(self, indices: Indices) -> Singles:
         """Return some columns."""
         return np.asarray(self.x[:, indices])
+
+    def gram(self) -> Singles:
+        """Return ``X' X``."""
+        return np.asarray(self.x.T @ self.x)
 
 
 class SingleSparse:
@@ -165,10 +167,16 @@ class SingleSparse:
         """Return ``X w``."""
         return np.asarray(self.x @ w - self.roots * (self.means @ w))
 
-    def product(self, weights: Singles, u: Singles) -> tuple[Singles, Singles]:
-        """Return ``X diag(weights) X' u`` and ``X' u``."""
-        sums = np.asarray(self.transposed @ u - self.means * (self.roots @ u))
-        return self.times(weights * sums), sums
+    def solve(
+        self, weights: Singles, inverse: Inverse, right: Singles, accuracy: float, most: int
+    ) -> tuple[Singles, Singles, bool]:
+        """Solve ``(I + X diag(weights) X') x = right`` as :func:`conjugate_gradients` does."""
+
+        def product(u: Singles) -> tuple[Singles, Singles]:
+            sums = np.asarray(self.transposed @ u - self.means * (self.roots @ u))
+            return self.times(weights * sums), sums
+
+        return conjugate_gradients(product, inverse, right, accuracy, most)
 
     def columns(self, indices: Indices) -> Singles:
         """Return some columns."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pdecay._native.build import KernelUnavailable, load
-from pdecay.sklearn._python_kernels import Indices, PythonKernels, Singles
+from pdecay.sklearn._python_kernels import Indices, Inverse, PythonKernels, Singles
 from pdecay.sklearn._terms import Floats, Terms
 
 
@@ -33,10 +33,10 @@ class CompiledKernels(PythonKernels):
 
     def __init__(self) -> None:
         self._library = load("bridge", threads=False)
-        for name in ("bridge_gram", "bridge_dense", "bridge_sparse"):
-            getattr(self._library, name).restype = ctypes.c_int64
-        for name in ("bridge_prox", "bridge_steps", "bridge_product"):
-            getattr(self._library, name).restype = None
+        for name in ("gram", "dense", "sparse", "solve"):
+            getattr(self._library, f"bridge_{name}").restype = ctypes.c_int64
+        for name in ("prox", "steps", "scale", "sparse_products", "sparse_gram"):
+            getattr(self._library, f"bridge_{name}").restype = None
 
     def prox(self, terms: Terms, x: Floats, t: Floats) -> Floats:
         result = np.empty_like(x)
@@ -87,13 +87,46 @@ class CompiledKernels(PythonKernels):
         )  # fmt: skip
         return int(done), largest.value
 
-    def product(self, x: Singles, weights: Singles, u: Singles) -> tuple[Singles, Singles]:
-        result, sums = np.empty_like(u), np.empty_like(weights)
-        self._library.bridge_product(
-            _int(x.shape[0]), _int(x.shape[1]), _of(x, "F"), _of(weights), _of(u), _of(sums),
-            _of(result),
+    def sparse_products(self, x: Any, values: Floats, r: Floats) -> Floats:
+        result = np.empty(x.shape[1])
+        self._library.bridge_sparse_products(
+            _int(x.shape[1]), _of(values), _of(x.indices), _of(x.indptr), _of(r), _of(result)
+        )
+        return result
+
+    def sparse_gram(self, x: Any, rows: Indices, columns: Indices) -> Floats:
+        work, gram = np.zeros(x.shape[0]), np.empty((len(rows), len(columns)))
+        self._library.bridge_sparse_gram(
+            _of(x.data), _of(x.indices), _of(x.indptr), _int(len(rows)), _of(rows),
+            _int(len(columns)), _of(columns), _of(work), _of(gram),
         )  # fmt: skip
-        return result, sums
+        return gram
+
+    def scale(self, x: Floats, roots: Floats, means: Floats | None) -> tuple[Floats, Floats]:
+        n, d = x.shape
+        if not (x.flags.c_contiguous or x.flags.f_contiguous):
+            x = np.asfortranarray(x)
+        step, stride = (1, n) if x.flags.f_contiguous else (d, 1)
+        scaled, norms = np.empty((n, d), order="F"), np.empty(d)
+        self._library.bridge_scale(
+            _int(n), _int(d), ctypes.c_void_p(x.ctypes.data), _int(step), _int(stride),
+            _of(roots), None if means is None else _of(means), _of(scaled, "F"), _of(norms),
+        )  # fmt: skip
+        return scaled, norms
+
+    def solve(
+        self, x: Singles, weights: Singles, inverse: Inverse, right: Singles, accuracy: float,
+        most: int,
+    ) -> tuple[Singles, Singles, bool]:  # fmt: skip
+        (n, d), m = x.shape, inverse.p.shape[1]
+        residual, solution, products = right.copy(), np.empty_like(right), np.empty_like(weights)
+        work = np.empty(3 * n + d + m, dtype=np.float32)
+        done = self._library.bridge_solve(
+            _int(n), _int(d), _of(x, "F"), _of(weights), _int(m), _of(inverse.p, "F"),
+            ctypes.c_double(inverse.rest), ctypes.c_double(accuracy), _int(most),
+            _of(residual), _of(solution), _of(products), _of(work),
+        )  # fmt: skip
+        return solution, products, done >= 0
 
 
 def _penalty(terms: Terms) -> Any:

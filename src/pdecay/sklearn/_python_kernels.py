@@ -6,10 +6,12 @@ They do the same arithmetic and are the reference that the tests compare the C c
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 
 from pdecay.sklearn._terms import Floats, Terms
 
@@ -99,10 +101,78 @@ class PythonKernels:
                 return sweep, largest
         return sweeps, largest
 
-    def product(self, x: Singles, weights: Singles, u: Singles) -> tuple[Singles, Singles]:
-        """Return ``X diag(weights) X' u`` and ``X' u``."""
-        sums = x.T @ u
-        return x @ (weights * sums), sums
+    def sparse_products(self, x: Any, values: Floats, r: Floats) -> Floats:
+        """Return ``S' r`` for a CSC matrix S with the structure of x and other values."""
+        return np.asarray(sparse.csc_array((values, x.indices, x.indptr), shape=x.shape).T @ r)
+
+    def sparse_gram(self, x: Any, rows: Indices, columns: Indices) -> Floats:
+        """Return the inner products of two lists of columns of a CSC matrix."""
+        return np.asarray((x[:, rows].T @ x[:, columns]).toarray())
+
+    def scale(self, x: Floats, roots: Floats, means: Floats | None) -> tuple[Floats, Floats]:
+        """Return ``diag(roots) (X - means)`` in column order and its squared column norms."""
+        scaled: Floats = np.empty(x.shape, order="F")
+        np.subtract(x, 0.0 if means is None else means, out=scaled)
+        scaled *= roots[:, None]
+        return scaled, np.einsum("ij,ij->j", scaled, scaled)
+
+    def solve(
+        self, x: Singles, weights: Singles, inverse: Inverse, right: Singles, accuracy: float,
+        most: int,
+    ) -> tuple[Singles, Singles, bool]:  # fmt: skip
+        """Solve a system as :func:`conjugate_gradients` does, with a dense X."""
+
+        def product(u: Singles) -> tuple[Singles, Singles]:
+            sums = x.T @ u
+            return x @ (weights * sums), sums
+
+        return conjugate_gradients(product, inverse, right, accuracy, most)
+
+
+class Inverse(NamedTuple):
+    """The approximate inverse ``(I - P P') / rest`` of the matrix of a linear system."""
+
+    p: Singles  # in column order
+    rest: float
+
+
+def conjugate_gradients(
+    product: Callable[[Singles], tuple[Singles, Singles]],
+    inverse: Inverse,
+    right: Singles,
+    accuracy: float,
+    most: int,
+) -> tuple[Singles, Singles, bool]:
+    """Solve ``(I + X diag(weights) X') x = right`` by preconditioned conjugate gradients.
+
+    Args:
+        product: returns ``X diag(weights) X' u`` and ``X' u``.
+        inverse: the preconditioner.
+        right: the right side.
+        accuracy: the largest norm of the residual.
+        most: the largest number of iterations.
+
+    Returns:
+        The solution x, ``X' x`` and whether the residual is small enough.
+    """
+    r, x, products = right, np.zeros_like(right), None
+    direction, before = np.zeros_like(right), np.inf
+    for _ in range(most):
+        z = (r - inverse.p @ (inverse.p.T @ r)) / np.float32(inverse.rest)
+        size = float(r @ z)
+        if not size > 0:  # rounding errors, or overflow
+            break
+        direction = z + np.float32(size / before) * direction
+        before = size
+        image, sums = product(direction)
+        image = image + direction
+        length = np.float32(size / (float(direction @ image) or 1.0))
+        x = x + length * direction
+        products = length * sums if products is None else products + length * sums
+        r = r - length * image
+        if float(np.linalg.norm(r)) <= accuracy:
+            return x, products, True
+    return x, product(x)[1] if products is None else products, False
 
 
 def _minimiser(terms: Terms, x: float, norm: float, cut: float, w: float) -> float:

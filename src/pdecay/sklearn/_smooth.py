@@ -35,8 +35,7 @@ _ACCURACY = 0.1  # of the first linear systems; the later ones are more accurate
 _NEAR = 4  # times the limit from which on the coordinate steps are computed
 _TARGET = 1  # accuracy of the last linear systems, relative to the limit
 _SINGLE = 1e-5  # accuracy, relative to y, from which on single precision is not enough
-_SINGLE_ABOVE_2 = 1e-3  # the same for p > 2, where large weights multiply rounding errors
-_LEAST_CURVATURE = 1e-3  # for p > 2, relative to the column norms: R'' is zero at zero
+_LEAST_CURVATURE = 3e-4  # for p > 2, relative to the column norms: R'' is zero at zero
 
 
 class Point(NamedTuple):
@@ -99,15 +98,17 @@ def minimise(
             if np.abs((terms.slope(w) - q)[used] / roots[used]).max(initial=0.0) <= limit:
                 return Point(w, r, q), steps
         accuracy = max(min(_ACCURACY, size / scale), min(_TARGET * limit / (size or 1.0), 0.5))
-        precise = precise or accuracy * size <= (_SINGLE if dual else _SINGLE_ABOVE_2) * scale
+        precise = precise or accuracy * size <= _SINGLE * scale
         step, change = systems.solve(weights, right, accuracy)
-        length = 1.0
-        if dual:
-            length = _line_search(y, terms, (t, u, w), (step, change), -float(right @ step))
-        if not length or not np.isfinite(left):
+        if not np.isfinite(left):
             break
-        t, u = t + length * step, u + length * change
-        w = terms.conjugate_slope(u) if dual else w + weights * (change - mismatch)
+        if dual:
+            found = _line_search(y, terms, (t, u, w), (step, change), -float(right @ step))
+            if found is None:
+                break
+            t, u, w = found
+        else:
+            t, u, w = t + step, u + change, w + weights * (change - mismatch)
         w = np.where(used, w, 0.0)
     r = design.residual(y, w)
     return Point(w, r, design.correlate(r)), steps
@@ -148,8 +149,8 @@ def _line_search(
     point: tuple[Floats, Floats, Floats],
     step: tuple[Floats, Floats],
     slope: float,
-) -> float:
-    """Return a step length that decreases the dual objective; 0 if there is none."""
+) -> tuple[Floats, Floats, Floats] | None:
+    """Return the point after a step that decreases the dual objective; None if there is none."""
 
     def value(t: Floats, u: Floats, w: Floats) -> float:
         return float(t @ t / 2 - y @ t + u @ w) - terms.value(w)  # R*(u) = u' w - R(w)
@@ -158,9 +159,8 @@ def _line_search(
         start, length = value(*point), 1.0
         for _ in range(_HALVINGS):
             t, u = (a + length * b for a, b in zip(point, step, strict=False))
-            if value(t, u, terms.conjugate_slope(u)) <= (
-                start + _DECREASE * length * slope + _ROUNDING * abs(start)
-            ):
-                return length
+            w = terms.conjugate_slope(u)
+            if value(t, u, w) <= start + _DECREASE * length * slope + _ROUNDING * abs(start):
+                return t, u, w
             length /= 2
-    return 0.0
+    return None

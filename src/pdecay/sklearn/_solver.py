@@ -35,7 +35,7 @@ _NEAR = 0.9  # features with this share of the correlation that enters are added
 _GROWTH = 2  # size of the working set, relative to the number of non-zero coefficients
 _LARGEST_GRAM = 3000  # features; the matrix then takes 72 MB
 _SWEEPS = 16  # sweeps of coordinate descent before each Newton step
-_INNER = 1000  # a working set is solved until its steps are this many times smaller than at first
+_INNER = 100_000  # a working set is solved until its steps are this many times smaller
 _ROUGH, _ROUGH_SWEEPS = 1e-3, 1000  # tolerance and largest number of sweeps for starting points
 _LASSO_ROUGH = 0.03  # tolerance of the Lasso, which only selects features
 _EXCHANGES, _FEW_SWEEPS = 5, 4  # features to replace per start, and the sweeps without each
@@ -178,8 +178,13 @@ class LeastSquares:
         if start is not None:
             found.append(self._solve_active(terms, np.zeros_like(first)))
         best = min(found[:n_starts], key=lambda part: self._active_objective(terms, part))
+        part = self._exchange(terms, best, _EXCHANGES * n_starts)
+        # Usually no other feature enters. Then the next product with all features is the last.
+        self.sweeps += self._descend(
+            terms, part, self._active_products(part), tol * self.scale / 4, max_sweeps
+        )
         w = np.zeros_like(begin)
-        w[self._active] = self._exchange(terms, best, _EXCHANGES * n_starts)
+        w[self._active] = part
         return self._solve(terms, w, tol, max_sweeps)
 
     def _solve_active(self, terms: Terms, start: Floats) -> Floats:

@@ -2,25 +2,28 @@
 
 Conjugate gradients in single precision solve them: an iteration reads X once, in half the memory,
 and the Newton steps that need the systems correct the rounding errors. If they do not converge in
-the time of a factorisation, the systems are factorised from then on, in double precision.
+the time of a factorisation, the systems are factorised from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from scipy import linalg
 
-from pdecay.sklearn._design import Design
-from pdecay.sklearn._python_kernels import Singles
+from pdecay.sklearn._design import Design, SingleDense
+from pdecay.sklearn._python_kernels import Inverse, Singles
 from pdecay.sklearn._terms import Floats
 
 _LARGEST = 3000  # of the rows of a factorised matrix, which then has 72 MB
 _FEWEST_ITERATIONS = 30
 _FACTORISATION = 8  # iterations / rows at which a factorisation takes as long
-_MOST_HEAVY = 256  # features in the preconditioner
+_MOST_HEAVY = 128  # features in the preconditioner
 _SMALL = 1e-8
+# The eigenvalues of the matrix are at least 1. Up to this trace of the rest, the rounding errors of
+# single precision change them by less than 1 %.
+_SINGLE_TRACE = 1e5
 
 
 class Systems:
@@ -35,7 +38,8 @@ class Systems:
         self.design = design
         self.smaller = min(design.shape)
         self.iterate = iterate or self.smaller > _LARGEST
-        self._gram: Floats | None = None
+        self._single_gram: Singles | None = None
+        self._double_gram: Floats | None = None
         # Scaled only if single precision could overflow: scaling takes as long as an iteration.
         largest = float(np.sqrt(design.norms.max(initial=0.0)))
         self.scale = 1.0 if _SMALL < largest < 1 / _SMALL or not largest else largest
@@ -61,33 +65,19 @@ class Systems:
     def _conjugate_gradients(
         self, weights: Floats, right: Floats, accuracy: float
     ) -> tuple[Floats, Floats, bool]:
-        scaled = (weights * self.scale**2).astype(np.float32)
         size = float(np.linalg.norm(right)) or 1.0
-        precondition = self._preconditioner(weights)
-        r: Singles = (right / size).astype(np.float32)
-        x, products = np.zeros_like(r), np.zeros_like(scaled)
-        z = precondition(r)
-        direction, product = z, float(r @ z)
-        converged = False
-        for _ in range(max(_FEWEST_ITERATIONS, self.smaller // _FACTORISATION)):
-            image, sums = self.x.product(scaled, direction)
-            image = image + direction
-            length = np.float32(product / (float(direction @ image) or 1.0))
-            x = x + length * direction
-            products = products + length * sums
-            r = r - length * image
-            converged = float(np.linalg.norm(r)) <= accuracy
-            if converged:
-                break
-            z = precondition(r)
-            product, before = float(r @ z), product
-            if not product > 0:  # rounding errors, or overflow
-                break
-            direction = z + np.float32(product / before) * direction
-        x, products = np.nan_to_num(x), np.nan_to_num(products)
+        x, products, converged = self.x.solve(
+            (weights * self.scale**2).astype(np.float32),
+            self._preconditioner(weights),
+            (right / size).astype(np.float32),
+            accuracy,
+            max(_FEWEST_ITERATIONS, self.smaller // _FACTORISATION),
+        )
+        if not (np.isfinite(x.sum()) and np.isfinite(products.sum())):  # overflow
+            x, products = np.zeros_like(x), np.zeros_like(products)
         return size * x.astype(np.float64), size * self.scale * products.astype(float), converged
 
-    def _preconditioner(self, weights: Floats) -> Callable[[Singles], Singles]:
+    def _preconditioner(self, weights: Floats) -> Inverse:
         """Return an approximate inverse: exact for the heaviest features, a number for the others.
 
         Near p = 1 a few features have almost all of the weight. Without them the matrix is close
@@ -99,39 +89,52 @@ class Systems:
         if len(heavy) > _MOST_HEAVY:
             heavy = heavy[np.argpartition(-share[heavy], _MOST_HEAVY)[:_MOST_HEAVY]]
         rest = 1 + (share.sum() - share[heavy].sum()) / n
-        if not len(heavy) or not np.isfinite(rest):
-            return lambda r: r
-        x = self.x.columns(heavy)
-        matrix = (x.T @ x).astype(np.float64)
-        matrix.flat[:: len(heavy) + 1] += rest / (weights[heavy] * self.scale**2)
-        try:
-            factor = linalg.cho_factor(matrix, overwrite_a=True, check_finite=False)
-        except linalg.LinAlgError:
-            return lambda r: r
-
-        def apply(r: Singles) -> Singles:
-            inner = linalg.cho_solve(factor, x.T @ r, check_finite=False).astype(np.float32)
-            return np.asarray((r - x @ inner) / np.float32(rest))
-
-        return apply
+        if len(heavy) and np.isfinite(rest):
+            # By the Woodbury identity: P = X U^-1 with U' U = X' X + diag(rest / weights).
+            x = self.x.columns(heavy)
+            matrix = (x.T @ x).astype(np.float64)
+            matrix.flat[:: len(heavy) + 1] += rest / (weights[heavy] * self.scale**2)
+            factor, failed = linalg.lapack.dpotrf(matrix, overwrite_a=True)
+            if not failed:
+                p = linalg.blas.strsm(1.0, factor.astype(np.float32), x, side=1, overwrite_b=True)
+                return Inverse(p, rest)
+        return Inverse(np.empty((n, 0), dtype=np.float32, order="F"), 1.0)
 
     def _factorise(self, weights: Floats, right: Floats) -> Floats:
-        """Solve in double precision by the smaller of two matrices."""
+        """Solve by the smaller of two matrices; return zeros if it cannot be factorised."""
         n, d = self.design.shape
-        try:
-            if n <= d:
-                matrix = self.design.outer(weights)
-                matrix.flat[:: n + 1] += 1.0
-                return np.asarray(linalg.solve(matrix, right, assume_a="pos", overwrite_a=True))
-            if self._gram is None:
-                every = np.arange(d)
-                self._gram = self.design.gram(every, every)
-            roots = np.sqrt(weights)
-            matrix = roots[:, None] * self._gram * roots
-            matrix.flat[:: d + 1] += 1.0
-            inner = roots * linalg.solve(
-                matrix, roots * self.design.correlate(right), assume_a="pos", overwrite_a=True
-            )
-            return np.asarray(self.design.residual(right, inner))
-        except linalg.LinAlgError:
-            return np.zeros_like(right)
+        if n <= d:
+            matrix = self.design.outer(weights)
+            matrix.flat[:: n + 1] += 1.0
+            return np.asarray(_solve_positive(matrix, right))
+        roots = np.sqrt(weights)
+        gram = self._gram(weights)
+        scaled = roots if gram.dtype == np.float64 else (roots * self.scale).astype(np.float32)
+        matrix = scaled[:, None] * gram * scaled
+        matrix.flat[:: d + 1] += 1
+        products = (roots * self.design.correlate(right)).astype(gram.dtype)
+        inner = roots * _solve_positive(matrix, products)
+        return np.asarray(self.design.residual(right, inner))
+
+    def _gram(self, weights: Floats) -> Any:
+        """Return ``X' X``, in single precision if its rounding errors are small enough.
+
+        Single precision takes half the time. A sparse X needs double precision, because centring
+        its products cancels digits.
+        """
+        trace = float(weights @ self.design.norms)
+        if isinstance(self.x, SingleDense) and trace <= _SINGLE_TRACE:
+            if self._single_gram is None:
+                self._single_gram = self.x.gram()
+            return self._single_gram
+        if self._double_gram is None:
+            every = np.arange(self.design.shape[1])
+            self._double_gram = self.design.gram(every, every)
+        return self._double_gram
+
+
+def _solve_positive(matrix: Any, right: Any) -> Any:
+    """Solve a system with a positive definite matrix, which is not changed; zeros if it fails."""
+    potrf, potrs = linalg.get_lapack_funcs(("potrf", "potrs"), (matrix,))
+    factor, failed = potrf(matrix.T)  # the transposed view is in column order: no copy
+    return np.zeros_like(right) if failed else potrs(factor, right)[0]
