@@ -198,7 +198,7 @@ class TestCompleted:
         return {"state": {0: {"step": 1}}, "param_groups": [{"params": [0], **g} for g in groups]}
 
     def test_adds_missing_settings(self):
-        current = {**PLAIN, "decay_scale": 0.5, "lr": 0.1}
+        current = {"params": [0], **PLAIN, "decay_scale": 0.5, "lr": 0.1}
         saved = self.checkpoint({"lr": 0.2, "name": "head"})
         before = copy.deepcopy(saved)
         (group,) = complete_checkpoint(saved, [current])["param_groups"]
@@ -207,12 +207,12 @@ class TestCompleted:
 
     def test_settings_of_the_checkpoint_win(self):
         own = {**PLAIN, "decay": [[1.0, 0.5]], "decay_scale": 0.25, "decay_1d": True}
-        completed = complete_checkpoint(self.checkpoint(own), [dict(PLAIN)])
+        completed = complete_checkpoint(self.checkpoint(own), [{"params": [0], **PLAIN}])
         assert completed["param_groups"] == [{"params": [0], **own}]
 
     def test_keeps_other_keys(self):
         saved = {**self.checkpoint(PLAIN), "version": 3}
-        completed = complete_checkpoint(saved, [dict(PLAIN)])
+        completed = complete_checkpoint(saved, [{"params": [0], **PLAIN}])
         assert completed["version"] == 3
         assert completed["state"] is saved["state"]
 
@@ -221,9 +221,9 @@ class TestCompleted:
         before = copy.deepcopy(saved)
         rule = "p must be finite and >= 0, got -1.0"
         with pytest.raises(ValueError, match=f"invalid decay setting in parameter group 1.*{rule}"):
-            complete_checkpoint(saved, [dict(PLAIN), dict(PLAIN)])
+            complete_checkpoint(saved, [{"params": [0], **PLAIN}] * 2)
         assert saved == before
 
     def test_different_number_of_groups_is_left_to_torch(self):
         saved = self.checkpoint(PLAIN, PLAIN)
-        assert complete_checkpoint(saved, [dict(PLAIN)]) is saved
+        assert complete_checkpoint(saved, [{"params": [0], **PLAIN}]) is saved
