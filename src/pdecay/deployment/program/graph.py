@@ -2,8 +2,8 @@
 
 A graph is a list of calls ``[operator, arguments, keyword arguments]``. ``{"n": 3}`` in an argument
 is the fourth value: values are the graph's inputs, then the results of its calls. Operators are
-those of ATen, the operator of sparse layers, and a few functions of numbers. A file can name no
-other function, so that a graph from an untrusted file runs no Python code.
+those of ATen in `operators`, the operator of sparse layers, and a few functions of numbers. A file
+can name no other function, so that a graph from an untrusted file runs no Python code.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+
+from pdecay.deployment.program.operators import checked, is_allowed
 
 SPARSE_LAYER = "pdecay.sparse_layer.default"
 
@@ -42,20 +44,6 @@ _TORCH_CONSTANTS = {
     "memory_format": torch.memory_format,
 }
 _OPERATOR = re.compile(r"aten\.([A-Za-z]\w*|_[A-Za-z]\w*)\.(\w+)")
-# Operators that trust their arguments: with wrong ones, they crash or access foreign memory. No
-# model in eval mode calls them.
-_UNCHECKED = re.compile(r"backward|sparse|nested|mkldnn|cudnn|miopen|fbgemm|quantized|resize|^set_")
-# Private operators check less than public ones. These are the ones that torch.export records.
-_PRIVATE = frozenset(
-    (
-        *("_to_copy", "_assert_scalar", "_assert_tensor_metadata", "_assert_async", "_conj"),
-        *("_neg_view", "_unsafe_view", "_unsafe_index", "_local_scalar_dense", "_weight_norm"),
-        *("_softmax", "_log_softmax", "_safe_softmax", "_shape_as_tensor", "_trilinear"),
-        *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_cdist_forward", "_embedding_bag"),
-        *("_pack_padded_sequence", "_pad_packed_sequence", "_native_multi_head_attention"),
-        *("_transformer_encoder_layer_fwd", "_euclidean_dist", "_is_all_true", "_is_any_true"),
-    )
-)
 
 
 def operator_name(target: object) -> str:
@@ -71,24 +59,19 @@ def operator_name(target: object) -> str:
 
 def find_operator(name: str) -> Callable[..., Any]:
     """Return the function of a name; raise ValueError if programs do not allow it."""
-    found = _FUNCTIONS.get(name) or _find(name)
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    found = _find(name)
     if found is None:
         raise ValueError(f"a program must not call {name[:100]!r}")
-    return found
+    return checked(found)
 
 
 def _find(name: str) -> OpOverload | None:
     match = _OPERATOR.fullmatch(name)
     packet = getattr(torch.ops.aten, match[1], None) if match else None
     found = getattr(packet, match[2], None) if match else None
-    if not isinstance(found, OpOverload):
-        return None
-    name = found.overloadpacket.__name__
-    if _UNCHECKED.search(name) or (name.startswith("_") and name not in _PRIVATE):
-        return None
-    # Operators such as from_file access files.
-    arguments = found._schema.arguments
-    return None if any(one.name == "filename" or one.is_out for one in arguments) else found
+    return found if isinstance(found, OpOverload) and is_allowed(found) else None
 
 
 def encode(value: object, numbers: Mapping[fx.Node, int]) -> Any:

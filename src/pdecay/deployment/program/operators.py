@@ -1,0 +1,210 @@
+"""The operators that a program from an untrusted file may call.
+
+Some operators of ATen trust their arguments: with wrong sizes or indices they read and write
+foreign memory. A program may therefore call only the operators that are listed here. All of them
+raise an error for wrong arguments, except a few that models need, whose arguments are checked by
+the functions of this module first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+# Besides these, all operators that compute element by element are allowed (torch's tag
+# "pointwise"), and the in-place form of each operator, whose name ends in an underscore.
+_TEXT = """
+adjoint alias as_strided atleast_1d atleast_2d atleast_3d block_diag broadcast_tensors broadcast_to
+cartesian_prod cat channel_shuffle chunk column_stack combinations concat concatenate conj
+constant_pad_nd contiguous copy detach diag diag_embed diagflat diagonal diagonal_scatter dsplit
+dstack expand expand_as flatten flip fliplr flipud hsplit hstack imag lift_fresh lift_fresh_copy mH
+mT matrix_H meshgrid moveaxis movedim narrow numpy_T pad pad_sequence permute pixel_shuffle
+pixel_unshuffle ravel real reflection_pad1d reflection_pad2d reflection_pad3d repeat
+repeat_interleave replication_pad1d replication_pad2d replication_pad3d reshape reshape_as
+resolve_conj resolve_neg roll rot90 row_stack select select_scatter slice slice_scatter split
+split_with_sizes squeeze stack swapaxes swapdims t tensor_split tile to transpose tril triu type_as
+unbind unflatten unfold unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze view view_as
+view_as_complex view_as_real vsplit vstack
+
+_neg_view _conj _to_copy _unsafe_view
+
+arange bartlett_window bernoulli blackman_window empty empty_like empty_permuted eye fill full
+full_like hamming_window hann_window kaiser_window linspace logspace multinomial new_empty new_full
+new_ones new_zeros normal ones ones_like rand rand_like randint randint_like randn randn_like
+randperm scalar_tensor tril_indices triu_indices zero zeros zeros_like
+
+all allclose amax amin aminmax any argmax argmin argsort bincount count_nonzero cov cummax cummin
+cumprod cumsum diff dist equal frobenius_norm histc kthvalue logcumsumexp logsumexp max mean median
+min mode msort nanmean nanmedian nanquantile nansum norm norm_except_dim nuclear_norm prod quantile
+renorm sort std std_mean sum sum_to_size topk trace trapezoid unique_consecutive unique_dim var
+var_mean
+
+argwhere bucketize embedding gather index index_add index_copy index_fill index_put index_reduce
+index_select isin masked_fill masked_scatter masked_select nonzero nonzero_numpy nonzero_static
+one_hot put scatter scatter_add scatter_reduce searchsorted take take_along_dim where
+
+_unsafe_index
+
+addbmm addmm addmv addr baddbmm bilinear bmm cdist chain_matmul cosine_similarity cross det dot
+einsum ger inner inverse kron linalg_cholesky linalg_cholesky_ex linalg_cross linalg_det
+linalg_diagonal linalg_eigh linalg_eigvalsh linalg_inv linalg_inv_ex linalg_matmul linalg_matrix_exp
+linalg_matrix_norm linalg_matrix_power linalg_multi_dot linalg_norm linalg_pinv linalg_qr
+linalg_slogdet linalg_solve linalg_solve_ex linalg_svd linalg_svdvals linalg_vecdot
+linalg_vector_norm linear logdet matmul matrix_exp matrix_power mm mv outer pairwise_distance pdist
+pinverse tensordot vdot
+
+_cdist_forward _euclidean_dist _trilinear
+
+fft_fft fft_fft2 fft_fftfreq fft_fftn fft_fftshift fft_hfft fft_ifft fft_ifft2 fft_ifftn
+fft_ifftshift fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftfreq fft_rfftn
+istft stft
+
+adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+adaptive_max_pool3d affine_grid_generator alpha_dropout avg_pool1d avg_pool2d avg_pool3d batch_norm
+col2im conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution dropout
+embedding_bag feature_alpha_dropout feature_dropout glu grid_sampler grid_sampler_2d grid_sampler_3d
+group_norm gru gru_cell hardswish im2col instance_norm layer_norm log_sigmoid log_softmax lstm
+lstm_cell max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d
+max_pool3d_with_indices native_dropout native_group_norm native_layer_norm prelu rms_norm rnn_relu
+rnn_relu_cell rnn_tanh rnn_tanh_cell scaled_dot_product_attention softmax special_log_softmax
+special_softmax upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
+upsample_nearest2d upsample_nearest3d upsample_trilinear3d
+
+_adaptive_avg_pool2d _adaptive_avg_pool3d _log_softmax _safe_softmax _softmax _upsample_bicubic2d_aa
+_upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+_upsample_nearest_exact3d _weight_norm
+
+absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh chalf complex divide fix floor_divide
+greater greater_equal isclose isreal less less_equal multiply negative not_equal polar relu6
+special_digamma special_erf special_erfc special_erfinv special_exp2 special_expit special_expm1
+special_gammaln special_i0 special_log1p special_logit special_logsumexp special_ndtr special_psi
+special_round special_sinc special_xlogy subtract true_divide
+
+dim is_complex is_contiguous is_floating_point is_nonzero is_same_size item numel size stride
+sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride sym_constrain_range
+sym_constrain_range_for_size result_type
+
+_assert_async _assert_scalar _assert_tensor_metadata _is_all_true _is_any_true _local_scalar_dense
+_shape_as_tensor
+"""
+_NAMES = frozenset(_TEXT.split())
+
+
+def is_allowed(operator: OpOverload) -> bool:
+    """Return whether programs may call an operator of ATen."""
+    # The overloads "data" of recurrent layers take packed sequences, which torch.export rejects.
+    is_packed = operator._overloadname == "data"
+    if is_packed or any(one.is_out for one in operator._schema.arguments):
+        return False
+    name: str = operator.overloadpacket.__name__
+    if torch.Tag.pointwise in operator.tags and not name.startswith("_"):
+        return True
+    return name in _NAMES or (name.removesuffix("_") in _NAMES and not name.endswith("__"))
+
+
+def checked(operator: OpOverload) -> Callable[..., Any]:
+    """Return an allowed operator, or the function that checks its arguments before it runs."""
+    return _CHECKED.get(operator, operator)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute attention. The kernel for CPUs reads as many rows of `value` as `key` has."""
+    _check("attention", key.shape[-2:-1] == value.shape[-2:-1])
+    _check("attention", query.shape[-1:] == key.shape[-1:])
+    return torch.ops.aten.scaled_dot_product_attention.default(query, key, value, *args, **kwargs)
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Compute a normalized weight. The kernel reads one element of `g` per row or column."""
+    if dim in (0, v.dim() - 1):
+        _check("weight norm", v.dim() > 0 and g.numel() == v.shape[dim] and g.dtype == v.dtype)
+    return torch.ops.aten._weight_norm.default(v, g, dim)
+
+
+def embedding_bag(
+    weight: Tensor, indices: Tensor, offsets: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """Sum the embeddings of bags. The kernel checks the indices, but not all offsets."""
+    _check_offsets(indices, offsets)
+    return torch.ops.aten.embedding_bag.default(weight, indices, offsets, *args, **kwargs)
+
+
+def embedding_bag_padded(
+    weight: Tensor, indices: Tensor, offsets: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """Sum the embeddings of bags, without the embedding of the padding."""
+    _check_offsets(indices, offsets)
+    return torch.ops.aten.embedding_bag.padding_idx(weight, indices, offsets, *args, **kwargs)
+
+
+def lstm(
+    x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run an LSTM. The kernel of oneDNN does not check the sizes of states and weights."""
+    has_biases, layers, _, _, bidirectional, batch_first = args
+    _check("LSTM", x.dim() == 3)
+    batch = x.shape[0 if batch_first else 1] if x.dim() == 3 else 0
+    _check_lstm(x.shape[-1], batch, hx, params, has_biases, layers, 1 + bidirectional)
+    return torch.ops.aten.lstm.input(x, hx, params, *args)
+
+
+_CHECKED: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.scaled_dot_product_attention.default: attention,
+    torch.ops.aten._weight_norm.default: weight_norm,
+    torch.ops.aten.embedding_bag.default: embedding_bag,
+    torch.ops.aten.embedding_bag.padding_idx: embedding_bag_padded,
+    torch.ops.aten.lstm.input: lstm,
+}
+
+
+def _check(what: str, fits: bool) -> None:
+    if not fits:
+        raise ValueError(f"the program is damaged: the sizes of its {what} do not fit together")
+
+
+def _check_offsets(indices: Tensor, offsets: Tensor) -> None:
+    if torch.compiler.is_compiling() or not offsets.numel():
+        return
+    ends = torch.cat([offsets, offsets.new_tensor([indices.numel()])])
+    _check("embedding bags", bool(offsets.min() >= 0) and bool((ends.diff() >= 0).all()))
+
+
+def _check_lstm(
+    inputs: int,
+    batch: int,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    layers: int,
+    directions: int,
+) -> None:
+    """Raise unless states and weights have the sizes of an LSTM.
+
+    Args:
+        inputs: the number of features of the input.
+        batch: the number of rows.
+        hx: the hidden and the cell states of all cells.
+        params: the weights of all cells: input, hidden, two biases, projection.
+        has_biases: whether there are biases.
+        layers, directions: the number of layers, and of cells in a layer.
+    """
+    hidden, state = hx
+    cells = layers * directions
+    _check("LSTM", hidden.dim() == 3 and state.dim() == 3 and cells > 0)
+    width, size = hidden.shape[2], state.shape[2]
+    each = (4 if has_biases else 2) + (width != size)
+    _check("LSTM", len(params) == cells * each)
+    _check("LSTM", hidden.shape == (cells, batch, width) and state.shape == (cells, batch, size))
+    _check("LSTM", all(one.dtype == hidden.dtype == state.dtype for one in params))
+    for cell in range(cells):
+        first, second, *rest = params[cell * each : (cell + 1) * each]
+        _check("LSTM", second.shape == (4 * size, width))
+        features = inputs if cell < directions else width * directions
+        _check("LSTM", first.shape == (4 * size, features))
+        biases = rest[:2] if has_biases else []
+        _check("LSTM", all(bias.shape == (4 * size,) for bias in biases))
+        _check("LSTM", width == size or rest[-1].shape == (width, size))

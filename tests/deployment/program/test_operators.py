@@ -1,0 +1,91 @@
+"""Operators of programs: what models need is allowed, and wrong arguments are rejected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import pdecay
+from pdecay.deployment.program.graph import find_operator
+
+
+class Bags(nn.EmbeddingBag):
+    def forward(self, x):
+        return super().forward(x, torch.tensor([0, 2, 2]))
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class LSTM(nn.LSTM):
+    """An LSTM that returns its outputs only."""
+
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+def _operators_with_checks():
+    yield "weight norm", nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), torch.randn(2, 4)
+    by_columns = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3), dim=1)
+    yield "weight norm of columns", by_columns, torch.randn(2, 4)
+    yield "bags", Bags(5, 4), torch.tensor([0, 4, 1])
+    yield "attention", Attention(), torch.randn(2, 3, 6, 8)
+    yield "encoder", nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 3, 8)
+    yield "LSTM", LSTM(4, 3, 2, bidirectional=True, batch_first=True), torch.randn(2, 5, 4)
+    yield "LSTM without biases", LSTM(4, 3, bias=False), torch.randn(5, 2, 4)
+    yield "LSTM with projections", LSTM(4, 6, 2, proj_size=3), torch.randn(5, 2, 4)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("case", list(_operators_with_checks()), ids=lambda case: case[0])
+def test_operators_with_checked_arguments(tmp_path, case):
+    _, model, x = case
+    model = model.eval()
+    path = tmp_path / "m.safetensors"
+    pdecay.save(model, path, example_inputs=x)
+    with torch.no_grad():
+        torch.testing.assert_close(pdecay.load(path)(x), model(x))
+
+
+def _call(operator, *args, **kwargs):
+    return lambda: find_operator(f"aten.{operator}")(*args, **kwargs)
+
+
+def _wrong_arguments():
+    """Yield calls that crash the process or corrupt its memory if nothing checks them."""
+    ones = torch.ones
+    yield _call("_weight_norm.default", ones(1000, 3), ones(7, 1), 0)
+    yield _call("embedding_bag.default", ones(5, 8), ones(3).long(), torch.tensor([0, -(10**6), 3]))
+    offsets = torch.tensor([0, 3, 1])
+    yield _call("embedding_bag.padding_idx", ones(5, 8), ones(3).long(), offsets, padding_idx=2)
+    sdpa = "scaled_dot_product_attention.default"
+    yield _call(sdpa, ones(1, 2, 300, 8), ones(1, 2, 500, 8), ones(1, 2, 2, 8))
+    state, flags = [ones(1, 2, 4), ones(1, 2, 4)], (True, 1, 0.0, False, False, False)
+    weights = [ones(16, 8), ones(16, 4), ones(16), ones(16)]
+    x = ones(3, 2, 8)
+    yield _call("lstm.input", x, [ones(1, 2, 4000), ones(1, 2, 4000)], weights, *flags)
+    yield _call("lstm.input", x, [ones(1, 20, 4), ones(1, 20, 4)], weights, *flags)
+    yield _call("lstm.input", x, state, [*weights[:2], ones(0), ones(0)], *flags)
+    yield _call("lstm.input", ones(3, 2, 8000), state, weights, *flags)
+    yield _call("lstm.input", x, state, weights[:3], *flags)
+
+
+@pytest.mark.parametrize("call", list(_wrong_arguments()))
+def test_wrong_arguments_of_operators_are_rejected(call):
+    with pytest.raises(ValueError, match="the program is damaged: the sizes of its"):
+        call()
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "silu", "clone", "add", "where", "sigmoid"])
+def test_elementwise_operators_are_allowed(name):
+    packet = getattr(torch.ops.aten, name)
+    overload = packet.overloads()[0]
+    assert find_operator(f"aten.{name}.{overload}") is getattr(packet, overload)
+
+
+@pytest.mark.parametrize("name", ["relu_.default", "index_put_.default", "add_.Tensor"])
+def test_in_place_operators_are_allowed(name):
+    assert str(find_operator(f"aten.{name}")) == f"aten.{name}"
