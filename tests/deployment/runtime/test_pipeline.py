@@ -33,7 +33,7 @@ def with_batch_statistics(model, *inputs):
     for _ in range(3):
         model(*inputs)
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) and module.affine:
             nn.init.uniform_(module.weight, 0.5, 2.0)
             nn.init.normal_(module.bias)
     return model
@@ -47,6 +47,10 @@ def assert_same(deployed, model, *inputs):
 
 
 CASES = NETWORKS | {
+    "batch norm without weights": lambda: (
+        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, affine=False), nn.ReLU()),
+        torch.randn(5, 8),
+    ),
     "grouped": lambda: (
         nn.Sequential(nn.Conv2d(4, 8, 3, groups=4), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)),
         torch.randn(2, 4, 9, 9),
@@ -402,6 +406,33 @@ def test_example_is_not_changed(clock):
     deployed = deploy(mostly_zero(Centred(), 0.6), x)
     assert torch.equal(x, before)
     assert deployed.report.chosen == "sparse"
+
+
+class Stateful(nn.Module):
+    """A model whose forward changes two buffers, one of them in place; both count its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = mostly_zero(nn.Linear(64, 64))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("others", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.others = self.others + 1
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("choose", ["sparse", "dense"])
+def test_buffers_that_runs_change_are_restored(clock, choose):
+    model, x = Stateful().eval(), torch.randn(3, 64)
+    model.calls.fill_(7)
+    deployed = deploy(model, x, choose=choose)
+    for one in (model, deployed):
+        assert (float(one.calls), float(one.others)) == (7, 0)
+    deployed(x)
+    assert (float(deployed.calls), float(deployed.others)) == (8, 1)
+    assert (float(model.calls), float(model.others)) == (7, 0)
 
 
 def test_random_model_stays_dense(clock):

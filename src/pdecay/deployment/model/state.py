@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -28,6 +28,27 @@ def shared_copy(model: Model) -> Model:
     """Return a copy in eval mode that shares the original's parameters and buffers."""
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
+
+
+def buffer_values(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all buffers by name. Names of one buffer share one copy."""
+    copies = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+    return {
+        name: copies[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)
+    }
+
+
+def set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Set buffers to copies of values, because a run of the model may have changed them.
+
+    Values of buffers that the model does not have are ignored.
+    """
+    copies = {id(value): value.clone() for value in values.values()}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            value = values.get(f"{prefix}.{name}" if prefix else name)
+            if buffer is not None and value is not None:
+                module._buffers[name] = copies[id(value)]
 
 
 def memory_key(tensor: Tensor) -> tuple[object, ...]:

@@ -17,7 +17,12 @@ from pdecay.deployment.compact import CompactError, compact
 from pdecay.deployment.layers.modules import SparseLayer
 from pdecay.deployment.model.inputs import Inputs, keep_example
 from pdecay.deployment.model.outputs import difference, outputs
-from pdecay.deployment.model.state import shared_copy, total_nbytes
+from pdecay.deployment.model.state import (
+    buffer_values,
+    set_buffers,
+    shared_copy,
+    total_nbytes,
+)
 from pdecay.deployment.runtime.deploy_report import DeployedLayer, DeployReport
 from pdecay.deployment.runtime.fusion import fuse
 from pdecay.deployment.runtime.layer_choice import (
@@ -126,7 +131,9 @@ def _deployed(
     end = time.perf_counter() + seconds
     say(0.0, "removing dead units")
     smaller = _compacted(model, inputs, notes)
+    buffers = buffer_values(smaller)
     given = shared_copy(model)
+    set_buffers(given, buffer_values(model))  # a run may change them
     usage = observe_usage(smaller, inputs)
     folded = fold_batch_norms(smaller, usage)
     removed = _removed_units(smaller)
@@ -147,6 +154,8 @@ def _deployed(
     changed: dict[Choice, nn.Module] = {
         name: one for name, one in models.items() if name != "dense"
     }
+    for one in changed.values():
+        set_buffers(one, buffers)
     errors = {name: difference(expected, outputs(one, inputs)) for name, one in changed.items()}
     other_errors = _other_batch_errors(given, changed, inputs)
     for name in ("smaller", "sparse"):
@@ -180,6 +189,8 @@ def _deployed(
             for one in layers
         ]
     deployed = models[chosen]
+    if chosen != "dense":
+        set_buffers(deployed, buffers)
     deployed.report = DeployReport(  # type: ignore[assignment]
         layers=tuple(layers),
         chosen=chosen,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import cast
 
@@ -77,6 +78,12 @@ def _fused_layer(
     assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d)
     if norm.running_mean is None or norm.training:
         return None
+    if norm.weight is None:  # affine=False, which fuse_linear_bn_eval does not support
+        norm = copy.copy(norm)
+        norm._parameters = {
+            "weight": nn.Parameter(torch.ones_like(norm.running_mean)),
+            "bias": nn.Parameter(torch.zeros_like(norm.running_mean)),
+        }
     if isinstance(layer, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
         return fuse_conv_bn_eval(layer, norm)
     # On inputs of three dimensions, BatchNorm1d normalizes the second, not the features.
