@@ -222,6 +222,39 @@ def test_inconsistent_buffers_are_rejected():
         assert torch.equal(one(x), before)
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+def test_buffers_changed_in_place_take_effect(rows):
+    """Plans hold sorted copies of large weights, and of small ones the memory itself."""
+    with torch.inference_mode(False), torch.no_grad():
+        dense, x = dense_linear(512, 256), torch.randn(rows, 512)
+        sparse = SparseLinear(dense)
+        sparse(x)
+        dense.weight.mul_(2)
+        dense.bias.add_(1)
+        sparse.state_dict()["values"].mul_(2)
+        sparse.bias.add_(1)
+        torch.testing.assert_close(sparse(x), dense(x), rtol=1e-4, atol=1e-4)
+        sparse.columns.add_(10**8)
+        with pytest.raises(ValueError, match="not the non-zeros of a 256 x 512 weight"):
+            sparse(x)
+
+
+def test_layer_made_in_inference_mode():
+    with torch.inference_mode():
+        dense, x = dense_linear(8, 4), torch.randn(3, 8)
+        sparse = SparseLinear(dense)
+        torch.testing.assert_close(sparse(x), dense(x))
+
+
+def test_input_without_memory_is_rejected():
+    sparse = SparseLinear(dense_linear(8, 4))
+    with torch.inference_mode(False), torch.no_grad():
+        x = torch.randn(3, 8)
+        x.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match="the memory of the input was freed"):
+            sparse(x)
+
+
 def test_unsupported_dtype_computes_densely():
     with torch.inference_mode(False), torch.no_grad():
         dense, x = dense_linear(8, 4), torch.randn(3, 8).bfloat16()

@@ -30,6 +30,7 @@ _MAX_PLANS = 16  # cached plans per layer
 _MAX_SHAPES = 64  # cached input shapes per layer
 # Attributes derived from the buffers; they are not pickled.
 _DERIVED = ("_dtype", "_weight", "_prepared", "_calls", "_plans", "_dense", "_why_dense")
+_DERIVED += ("_tracked", "_versions")
 
 Dense = TypeVar("Dense", nn.Linear, nn.Conv2d)
 
@@ -54,7 +55,8 @@ class SparseLayer(nn.Module):
 
     Buffers (compressed sparse rows): ``values``, the non-zeros; ``columns``, their indices in the
     flattened weight of an output; ``row``, the start of each output's non-zeros; ``bias``, if any.
-    To change the weights, convert the layer with ``to_dense`` first.
+    To change the weights, convert the layer with ``to_dense`` first. The layer notices buffers that
+    are replaced or changed in place, except changes through ``.data``.
 
     Args:
         layer: the dense layer; it is copied, not changed.
@@ -131,6 +133,8 @@ class SparseLayer(nn.Module):
         # Keep this path short: a call may take only ten microseconds in total.
         if is_traced(x) or self._has_other_buffers():
             return self._forward_dense(x, more)
+        if self._versions != [buffer._version for buffer in self._tracked]:
+            self._reset()  # a buffer was changed in place
         call = self._calls.get(x.shape)
         if call is None or x.dtype is not self._dtype or x.requires_grad or not x.is_cpu:
             x = self._check_input(x)
@@ -212,6 +216,9 @@ class SparseLayer(nn.Module):
             kernel.in_memory(bias.to(self._dtype)),
         )
         self._prepared = tuple(self._buffers.values())
+        # Tensors that were made in inference mode have no version.
+        self._tracked = [one for one in self.buffers() if not one.is_inference()]
+        self._versions = [buffer._version for buffer in self._tracked]
         self._calls: dict[torch.Size, Call] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._dense: Tensor | None = None

@@ -126,6 +126,8 @@ class Call:
 
     def _run(self, plan: int, x: Tensor, more: Tensor | None) -> Tensor:
         x = in_memory(x)
+        if not x.data_ptr() and x.numel():  # its storage was resized to 0, as FSDP does
+            raise ValueError("the memory of the input was freed: give a tensor with values")
         out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
         threads = min(torch.get_num_threads(), self._threads)
         scratch = _scratch(threads * self._scratch) if self._scratch else None
