@@ -375,6 +375,19 @@ def test_compressed_archive_is_refused(tmp_path):
         inspect(tmp_path / "file.pt")
 
 
+@pytest.mark.parametrize("new_format", [True, False])
+def test_file_that_allocates_by_a_call_is_refused(tmp_path, monkeypatch, new_format):
+    """`torch.load` would call ``bytearray(n)`` for any n that a file names."""
+    path = tmp_path / "file.pt"
+    state = {"w": torch.ones(3), "b": bytearray(b"x")}
+    torch.save(state, path, _use_new_zipfile_serialization=new_format)
+    loaded = []
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: loaded.append(args))
+    with pytest.raises(FileFormatError, match="contains a bytearray, expected tensors"):
+        inspect(path)
+    assert not loaded
+
+
 def test_compressed_archive_that_zipfile_reads_as_uncompressed_is_refused(tmp_path):
     """Two directories: the end record names the first, but zipfile reads the one before it."""
     state = {"w": torch.ones(3), "names": ["x"] * 10**5}

@@ -9,6 +9,7 @@ otherwise claim terabytes by strides of zero or by compression.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -126,8 +127,13 @@ def _unpickle(path: str | os.PathLike[str]) -> object:
         # operations read and write foreign memory.
         with torch.sparse.check_sparse_tensor_invariants():
             if _first_bytes(path) != _ARCHIVE:  # the old format, which cannot be memory-mapped
+                with (
+                    open(path, "rb") as file,
+                    mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as m,
+                ):
+                    _check_calls(m)
                 return torch.load(path, map_location="cpu", weights_only=True)
-            _check_uncompressed(path)
+            _check_archive(path)
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileFormatError:
         raise
@@ -144,8 +150,8 @@ def _first_bytes(path: str | os.PathLike[str]) -> bytes:
         return file.read(2)
 
 
-def _check_uncompressed(path: str | os.PathLike[str]) -> None:
-    """Raise if an archive has compressed entries, which could fill the memory.
+def _check_archive(path: str | os.PathLike[str]) -> None:
+    """Raise if an archive has compressed entries or calls that could fill the memory.
 
     This asks torch's own reader: a crafted archive can show other entries to ``zipfile``.
     """
@@ -156,6 +162,13 @@ def _check_uncompressed(path: str | os.PathLike[str]) -> None:
             f"the archive has {size:,} bytes of contents, more than the file itself: it is "
             "compressed, but torch.save compresses nothing; save the state dict again"
         )
+    _check_calls(reader.get_record("data.pkl"))
+
+
+def _check_calls(pickled: bytes | mmap.mmap) -> None:
+    """Raise if a pickle may call ``bytearray``, which allocates any number of bytes."""
+    if pickled.find(b"bytearray\n") >= 0:
+        raise FileFormatError("contains a bytearray, expected tensors; save the state dict only")
 
 
 def _tensors(mapping: Mapping[Any, object]) -> dict[str, Tensor]:
