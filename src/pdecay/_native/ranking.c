@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { CHUNK = 1 << 16 };
+enum { CHUNK = 1 << 16, BLOCK = 4096 };      /* a block of scores fits into the L1 cache */
 
 static inline uint32_t pattern_of(float x)
 {
@@ -17,9 +17,8 @@ static inline uint32_t pattern_of(float x)
 }
 
 /* scores = |w| * v^(1/4), with v at least `smallest`; 0 where w is 0. */
-void pdecay_scores(const float *w, const float *v, float *scores, int64_t n, float smallest, int threads)
+static inline void score_block(const float *w, const float *v, float *restrict scores, int64_t n, float smallest)
 {
-    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > CHUNK)
     for (int64_t i = 0; i < n; i++) {
         float square = v[i] < smallest ? smallest : v[i];        /* NaN is kept */
         float score = fabsf(w[i]) * sqrtf(sqrtf(square));
@@ -27,45 +26,93 @@ void pdecay_scores(const float *w, const float *v, float *scores, int64_t n, flo
     }
 }
 
-/* Add to counts[digit] the number of patterns with pattern >> known == prefix, by their digit of known - shift bits. */
-int pdecay_histogram(const float *x, int64_t n, uint32_t prefix, int known, int shift, int64_t *counts, int threads)
+void pdecay_scores(const float *w, const float *v, float *scores, int64_t n, float smallest, int threads)
 {
+    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > CHUNK)
+    for (int64_t begin = 0; begin < n; begin += BLOCK)
+        score_block(w + begin, v + begin, scores + begin, n - begin < BLOCK ? n - begin : BLOCK, smallest);
+}
+
+/* The numbers to rank by: x, or with v the scores of the weights x. They are computed again in each pass: storing them
+ * would take longer, because new memory is slow at first use. */
+typedef struct { const float *x, *v; float smallest; int64_t n; } ranked;
+
+static inline int64_t block_size(const ranked *of, int64_t begin) { return of->n - begin < BLOCK ? of->n - begin : BLOCK; }
+
+static inline const float *block_at(const ranked *of, int64_t begin, float *buffer)
+{
+    if (!of->v) return of->x + begin;
+    score_block(of->x + begin, of->v + begin, buffer, block_size(of, begin), of->smallest);
+    return buffer;
+}
+
+/* Copy the patterns that begin with `prefix`; return how many. There is no branch, which would often be mispredicted. */
+static int64_t select_patterns(const float *x, int64_t n, uint32_t prefix, int known, uint32_t *selected)
+{
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; i++) {
+        selected[found] = pattern_of(x[i]);
+        found += selected[found] >> known == prefix;
+    }
+    return found;
+}
+
+/* Add to counts[digit] the number of patterns with pattern >> known == prefix, by their digit of known - shift bits. */
+int pdecay_histogram(const float *x, const float *v, float smallest, int64_t n, uint32_t prefix, int known, int shift,
+                     int64_t *counts, int threads)
+{
+    /* Neighbours use different histograms: equal digits in a row, which are frequent, would wait for each other. */
+    enum { HISTOGRAMS = 4 };
+    const ranked of = { x, v, smallest, n };
     const uint32_t bins = 1u << (known - shift);
     int failed = 0;
     #pragma omp parallel num_threads(threads) if (threads > 1 && n > CHUNK)
     {
-        /* Two histograms: equal digits in a row would wait for each other's increment. */
-        int64_t *own = calloc(2 * bins, sizeof *own);
+        int64_t *own = calloc((size_t)HISTOGRAMS * bins, sizeof *own);
         if (!own) {
             #pragma omp atomic write
             failed = 1;
         }
         #pragma omp for schedule(static)
-        for (int64_t begin = 0; begin < n; begin += CHUNK) {
-            const int64_t end = begin + CHUNK < n ? begin + CHUNK : n;
-            for (int64_t i = begin; own && i < end; i++) {
-                const uint32_t bits = pattern_of(x[i]);
-                if (bits >> known == prefix) own[(i & 1) * bins + (bits >> shift & (bins - 1))]++;
-            }
+        for (int64_t begin = 0; begin < n; begin += BLOCK) {
+            float buffer[BLOCK];
+            uint32_t selected[BLOCK];
+            const float *block = block_at(&of, begin, buffer);
+            int64_t found = block_size(&of, begin);
+            if (known == 31) for (int64_t i = 0; i < found; i++) selected[i] = pattern_of(block[i]);    /* all */
+            else found = select_patterns(block, found, prefix, known, selected);
+            for (int64_t i = 0; own && i < found; i++)
+                own[(i % HISTOGRAMS) * bins + (selected[i] >> shift & (bins - 1))]++;
         }
         #pragma omp critical
-        for (uint32_t k = 0; own && k < bins; k++) counts[k] += own[k] + own[bins + k];
+        for (uint32_t k = 0; own && k < HISTOGRAMS * bins; k++) counts[k % bins] += own[k];
         free(own);
     }
     return failed;
 }
 
 /* Set weights to 0 whose scores are below `pattern`, and the first `tied` with a score equal to it; return how many
- * were equal and set. */
-int64_t pdecay_zero(float *w, const float *scores, int64_t n, uint32_t pattern, int64_t tied, int threads)
+ * were equal and set. The scores may be the weights, or with v are computed from them. */
+int64_t pdecay_zero(float *w, const float *scores, const float *v, float smallest, int64_t n, uint32_t pattern,
+                    int64_t tied, int threads)
 {
+    const ranked of = { scores, v, smallest, n };
     int64_t set = 0;
-    for (int64_t i = 0; i < n && set < tied; i++)        /* before the scores change: they may be the weights */
-        if (pattern_of(scores[i]) == pattern) {
-            w[i] = 0;
-            set++;
-        }
+    for (int64_t begin = 0; begin < n && set < tied; begin += BLOCK) {      /* first: the scores may be the weights */
+        float buffer[BLOCK];
+        const float *block = block_at(&of, begin, buffer);
+        for (int64_t i = 0; i < block_size(&of, begin) && set < tied; i++)
+            if (pattern_of(block[i]) == pattern) {
+                w[begin + i] = 0;
+                set++;
+            }
+    }
     #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > CHUNK)
-    for (int64_t i = 0; i < n; i++) w[i] = pattern_of(scores[i]) < pattern ? 0 : w[i];
+    for (int64_t begin = 0; begin < n; begin += BLOCK) {
+        float buffer[BLOCK];
+        const float *block = block_at(&of, begin, buffer);
+        for (int64_t i = 0; i < block_size(&of, begin); i++)
+            w[begin + i] = pattern_of(block[i]) < pattern ? 0 : w[begin + i];
+    }
     return set;
 }

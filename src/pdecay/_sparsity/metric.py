@@ -31,8 +31,6 @@ Rank = Literal["adaptive", "magnitude"]
 _KEYS = ("exp_avg_sq", "square_avg", "squared_gradient")  # Adam; RMSprop, Adadelta; ours
 _OWN = _KEYS[-1]
 _BETA = 0.999
-# Weights without any gradient rank first, by magnitude. In float32 their scores do not underflow.
-_SMALLEST_SQUARE = 1e-36
 
 
 def check_rank(rank: str) -> None:
@@ -53,7 +51,7 @@ def adaptive_scores(param: Tensor, optimizer: Optimizer) -> Tensor:
         and passes.supports(*map(local_part, (param, squares)))
     ):
         result = torch.empty_like(param, requires_grad=False)
-        passes.scores_(local_part(result), local_part(param), local_part(squares), _SMALLEST_SQUARE)
+        passes.scores_(local_part(result), local_part(param), local_part(squares))
         return result
     magnitude: Tensor = param.abs()
     if magnitude.dtype != torch.float64:
@@ -62,13 +60,21 @@ def adaptive_scores(param: Tensor, optimizer: Optimizer) -> Tensor:
         squares = torch.zeros_like(param) if squares is None else squares.to(param.dtype).clone()
         torch.distributed.all_reduce(squares, group=optimizer.process_group)  # type: ignore[attr-defined]
     if squares is None:
-        return magnitude.mul(_SMALLEST_SQUARE**0.25)
+        return magnitude.mul(passes.SMALLEST_SQUARE**0.25)
     if squares.is_complex():  # Adam treats a complex weight as two real ones
         squares = squares.real + squares.imag
-    roots = squares.to(magnitude.dtype).clamp_min(_SMALLEST_SQUARE).sqrt_().sqrt_()
+    roots = squares.to(magnitude.dtype).clamp_min(passes.SMALLEST_SQUARE).sqrt_().sqrt_()
     scores: Tensor = magnitude * roots
     # Without this, an infinite v would give a zero weight the score NaN, which ranks last.
     return scores.masked_fill_(param == 0, 0.0)
+
+
+def ranked_squares(param: Tensor, optimizer: Optimizer) -> Tensor | None:
+    """Return v if C can rank by the scores of a whole weight without storing them, else None."""
+    squares = _squares(param, optimizer) if local_optimizer(optimizer) is optimizer else None
+    if squares is None or not passes.supports(param, squares):
+        return None
+    return squares
 
 
 @torch.no_grad()

@@ -16,6 +16,9 @@ from torch.autograd.graph import increment_version
 from pdecay._core.tensors import is_tracing
 from pdecay._native.build import KernelUnavailable, load
 
+# Weights without any gradient rank first, by magnitude. In float32 their scores do not underflow.
+SMALLEST_SQUARE = 1e-36
+
 
 def supports(*tensors: Tensor) -> bool:
     """Check that these are contiguous float32 tensors on the CPU, and that C is available."""
@@ -36,27 +39,39 @@ def supports(*tensors: Tensor) -> bool:
     )
 
 
-def scores_(result: Tensor, weight: Tensor, squares: Tensor, smallest: float) -> None:
-    """Write ``|w| * v^(1/4)``, with v of at least `smallest`; 0 for zero weights."""
+def scores_(result: Tensor, weight: Tensor, squares: Tensor) -> None:
+    """Write ``|w| * v^(1/4)``, with v of at least `SMALLEST_SQUARE`; 0 for zero weights."""
     pointers = (weight.data_ptr(), squares.data_ptr(), result.data_ptr())
-    _call("pdecay_scores", *pointers, weight.numel(), smallest, torch.get_num_threads())
+    _call("pdecay_scores", *pointers, weight.numel(), SMALLEST_SQUARE, torch.get_num_threads())
 
 
-def histogram(ranked: Tensor, prefix: int, known: int, shift: int) -> Tensor:
-    """Count each digit ``pattern >> shift`` of the patterns with ``pattern >> known == prefix``."""
+def histogram(
+    ranked: Tensor, prefix: int, known: int, shift: int, squares: Tensor | None = None
+) -> Tensor:
+    """Count each digit ``pattern >> shift`` of the patterns with ``pattern >> known == prefix``.
+
+    With `squares`, these are the patterns of the scores of :func:`scores_`, which are not stored.
+    """
     counts = torch.zeros(1 << (known - shift), dtype=torch.int64)
-    where = (ranked.data_ptr(), ranked.numel(), prefix, known, shift, counts.data_ptr())
-    if _call("pdecay_histogram", *where, torch.get_num_threads()):
+    where = (ranked.data_ptr(), *_second(squares), ranked.numel())
+    threads = torch.get_num_threads()
+    if _call("pdecay_histogram", *where, prefix, known, shift, counts.data_ptr(), threads):
         raise MemoryError("no memory for a histogram of the weights")
     return counts
 
 
-def zero_(weight: Tensor, ranked: Tensor, pattern: int, tied: int) -> int:
+def zero_(
+    weight: Tensor, ranked: Tensor, pattern: int, tied: int, squares: Tensor | None = None
+) -> int:
     """Zero weights ranked below a pattern, and the first `tied` equal to it; count the latter."""
-    where = (weight.data_ptr(), ranked.data_ptr(), weight.numel())
+    where = (weight.data_ptr(), ranked.data_ptr(), *_second(squares), weight.numel())
     equal = _call("pdecay_zero", *where, pattern, tied, torch.get_num_threads())
     increment_version([weight])
     return equal
+
+
+def _second(squares: Tensor | None) -> tuple[int | None, float]:
+    return None if squares is None else squares.data_ptr(), SMALLEST_SQUARE
 
 
 @functools.cache
@@ -67,11 +82,11 @@ def _library() -> ctypes.CDLL | None:
         return None  # torch's own operations give the same result
     kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32}
     kinds["f"] = ctypes.c_float
-    for name, letters in (("scores", "pppnfi"), ("histogram", "pnuiipi"), ("zero", "ppnuni")):
+    for name, letters in (("scores", "pppnfi"), ("histogram", "ppfnuiipi"), ("zero", "pppfnuni")):
         getattr(library, f"pdecay_{name}").argtypes = [kinds[letter] for letter in letters]
     library.pdecay_zero.restype = ctypes.c_int64
     return library
 
 
-def _call(name: str, *arguments: float) -> int:
+def _call(name: str, *arguments: float | None) -> int:
     return int(getattr(_library(), name)(*arguments) or 0)

@@ -60,6 +60,7 @@ def zero_smallest_(
     k: int,
     *,
     scores: Sequence[Tensor] | None = None,
+    squares: Sequence[Tensor] | None = None,
 ) -> float:
     """Set exactly k weights, those of smallest magnitude or score, to 0 in place.
 
@@ -71,6 +72,8 @@ def zero_smallest_(
         k: the number of weights to set, from 0 to the number of weights.
         scores: one tensor for each of `tensors`, of the same shape, whose magnitudes are ranked
             instead of the weights. The score of a zero weight must be 0.
+        squares: one tensor for each of `tensors`: rank by ``|w| * v^(1/4)`` with these v. All must
+            be supported by ``passes.py``, and whole.
 
     Returns:
         The largest magnitude or score that was set to 0; 0.0 for k = 0.
@@ -82,7 +85,7 @@ def zero_smallest_(
         >>> w
         tensor([2.0000, 0.0000, 1.0000, 0.0000, 0.5000])
     """
-    ranking = _Ranking(tensors if scores is None else scores)
+    ranking = _Ranking(tensors if scores is None else scores, squares)
     if k == 0:
         return 0.0
     pattern, tied, ties = ranking.kth(k)
@@ -102,7 +105,7 @@ def zero_smallest_(
 @torch.no_grad()
 def count_zeros(tensors: Sequence[Tensor]) -> int:
     """Count the weights that are exactly zero (0.0 or -0.0) in all tensors on all ranks."""
-    return int(_Ranking(tensors).sum(lambda tensor: (tensor == 0).sum().reshape(1), 1))
+    return int(_Ranking(tensors).sum(lambda tensor, _: (tensor == 0).sum().reshape(1), 1))
 
 
 def count_weights(tensors: Sequence[Tensor]) -> int:
@@ -113,8 +116,11 @@ def count_weights(tensors: Sequence[Tensor]) -> int:
 class _Ranking:
     """Tensors that are ranked together, with counts that are summed over all ranks."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], squares: Sequence[Tensor | None] | None = None
+    ) -> None:
         self.wholes = tensors
+        self.squares = [None] * len(tensors) if squares is None else squares
         self.tensors = [local_part(tensor) for tensor in tensors]
         self.groups = [groups_of(tensor) for tensor in tensors]
         for tensor in self.tensors:
@@ -163,7 +169,7 @@ class _Ranking:
         """Zero the weights of tensor i below a pattern and the first `share` at it; count these."""
         ranked, left = self.tensors[i], share
         if self.dtype == torch.float32 and passes.supports(tensor, ranked):
-            return passes.zero_(tensor, ranked, pattern, share)
+            return passes.zero_(tensor, ranked, pattern, share, self.squares[i])
         flat = tensor.reshape(-1)
         for piece, score in zip(_split(flat), _split(ranked.reshape(-1)), strict=True):
             bits = self.bits(score)
@@ -182,9 +188,9 @@ class _Ranking:
         values = 1 << (known - shift)
         leading = known == torch.iinfo(_INTEGER[self.dtype]).bits - 1
 
-        def count(tensor: Tensor) -> Tensor:
+        def count(tensor: Tensor, squares: Tensor | None) -> Tensor:
             if self.dtype == torch.float32 and passes.supports(tensor):
-                return passes.histogram(tensor, prefix, known, shift)
+                return passes.histogram(tensor, prefix, known, shift, squares)
             counts = torch.zeros(values, dtype=torch.int64, device=tensor.device)
             for piece in _split(tensor.reshape(-1)):
                 bits = self.bits(piece)
@@ -195,11 +201,11 @@ class _Ranking:
 
         return self.sum(count, values)
 
-    def sum(self, count: Callable[[Tensor], Tensor], length: int) -> Tensor:
+    def sum(self, count: Callable[[Tensor, Tensor | None], Tensor], length: int) -> Tensor:
         """Return the sum of a function's counts over all tensors and ranks."""
         counts: dict[Groups, Tensor] = {}
-        for tensor, groups in zip(self.tensors, self.groups, strict=True):
-            found = count(tensor)
+        for tensor, squares, groups in zip(self.tensors, self.squares, self.groups, strict=True):
+            found = count(tensor, squares)
             counts[groups] = (
                 counts[groups] + found.to(counts[groups].device) if groups in counts else found
             )

@@ -47,6 +47,7 @@ from pdecay._sparsity.metric import (
     Rank,
     adaptive_scores,
     check_rank,
+    ranked_squares,
     update_squares,
 )
 from pdecay._sparsity.pools import (
@@ -335,6 +336,11 @@ class SparsityTarget:
             return param if self.rank == "magnitude" else adaptive_scores(param, owners[param])
 
         for pool in self._pools():
+            if self.rank == "adaptive" and not self.floor:
+                squares = [ranked_squares(param, owners[param]) for param in pool.params]
+                if None not in squares:
+                    zero_smallest_(pool.params, pool.zeros_at(progress), squares=squares)
+                    continue
             scores = {param: score(param) for param in pool.params}
             for params, count in pool.split(progress, self.floor, scores.__getitem__):
                 zero_smallest_(params, count, scores=[scores[param] for param in params])
