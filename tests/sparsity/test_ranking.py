@@ -168,6 +168,46 @@ class TestZeroSmallest:
         finally:
             torch.set_num_threads(before)
 
+    @pytest.mark.parametrize("sampled_from", [1, 1 << 40])
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_scores_that_are_not_stored(self, monkeypatch, threads, sampled_from):
+        generator = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(700, 500, generator=generator), torch.zeros(1000)]
+        tensors += [torch.randint(-5, 5, (90_000,), generator=generator).float(), torch.ones(0)]
+        tensors[0][:100] *= 1e-4  # the first block of each tensor is not like the others
+        squares = [torch.rand(tensor.shape, generator=generator) for tensor in tensors]
+        squares[2] = torch.ones_like(tensors[2])  # ties
+        squares[0][5] = math.inf
+        squares[0][6] = 0.0
+        if not passes.supports(tensors[0]):
+            pytest.skip("no C compiler")
+        scores = [torch.empty_like(tensor) for tensor in tensors]
+        for w, v, score in zip(tensors, squares, scores, strict=True):
+            passes.scores_(score, w, v)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            for k in (1, 900, 20_000, 60_000, 200_000, 440_000, 441_000):
+                monkeypatch.setattr(ranking, "_SAMPLED_FROM", 1 << 40)
+                expected = [tensor.clone() for tensor in tensors]
+                largest = zero_smallest_(expected, k, scores=scores)
+                monkeypatch.setattr(ranking, "_SAMPLED_FROM", sampled_from)
+                found = [tensor.clone() for tensor in tensors]
+                assert zero_smallest_(found, k, squares=squares) == largest
+                assert all(map(torch.equal, found, expected))
+        finally:
+            torch.set_num_threads(before)
+
+    def test_misleading_sample_is_not_used(self, monkeypatch):
+        weights = torch.rand(40 * 4096) + 1
+        weights[:4096] = 0.5  # the only block in the sample
+        if not passes.supports(weights):
+            pytest.skip("no C compiler")
+        monkeypatch.setattr(ranking, "_SAMPLED_FROM", 1)
+        monkeypatch.setattr(ranking, "_SAMPLE", 100)
+        zero_smallest_([weights], 10_000)
+        assert count_zeros([weights]) == 10_000
+
     def test_strided_views_and_parameters(self):
         base = torch.arange(1.0, 13.0).reshape(3, 4)
         zero_smallest_([base.T], 3)

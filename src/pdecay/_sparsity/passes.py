@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,18 +47,41 @@ def scores_(result: Tensor, weight: Tensor, squares: Tensor) -> None:
 
 
 def histogram(
-    ranked: Tensor, prefix: int, known: int, shift: int, squares: Tensor | None = None
+    ranked: Tensor,
+    prefix: int,
+    known: int,
+    shift: int,
+    squares: Tensor | None = None,
+    every: int = 1,
 ) -> Tensor:
     """Count each digit ``pattern >> shift`` of the patterns with ``pattern >> known == prefix``.
 
     With `squares`, these are the patterns of the scores of :func:`scores_`, which are not stored.
+    With `every`, a sample is counted: the first of so many blocks of 4096 numbers.
     """
     counts = torch.zeros(1 << (known - shift), dtype=torch.int64)
     where = (ranked.data_ptr(), *_second(squares), ranked.numel())
     threads = torch.get_num_threads()
-    if _call("pdecay_histogram", *where, prefix, known, shift, counts.data_ptr(), threads):
+    if _call("pdecay_histogram", *where, every, prefix, known, shift, counts.data_ptr(), threads):
         raise MemoryError("no memory for a histogram of the weights")
     return counts
+
+
+def between(
+    tensors: Sequence[Tensor], squares: Sequence[Tensor | None], low: int, high: int, capacity: int
+) -> tuple[Tensor, int] | None:
+    """Return the magnitudes or scores with patterns from `low` to `high`, and the number below.
+
+    Return None if there are more than `capacity`.
+    """
+    selected = torch.empty(capacity)
+    inside, below = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for tensor, square in zip(tensors, squares, strict=True):
+        where = (tensor.data_ptr(), *_second(square), tensor.numel(), low, high)
+        memory = (selected.data_ptr(), capacity, inside.data_ptr(), below.data_ptr())
+        _call("pdecay_between", *where, *memory, torch.get_num_threads())
+    found = int(inside)
+    return (selected[:found], int(below)) if found <= capacity else None
 
 
 def zero_(
@@ -82,9 +106,16 @@ def _library() -> ctypes.CDLL | None:
         return None  # torch's own operations give the same result
     kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32}
     kinds["f"] = ctypes.c_float
-    for name, letters in (("scores", "pppnfi"), ("histogram", "ppfnuiipi"), ("zero", "pppfnuni")):
+    signatures = {
+        "scores": "pppnfi",
+        "histogram": "ppfnnuiipi",
+        "between": "ppfnuupnppi",
+        "zero": "pppfnuni",
+    }
+    for name, letters in signatures.items():
         getattr(library, f"pdecay_{name}").argtypes = [kinds[letter] for letter in letters]
     library.pdecay_zero.restype = ctypes.c_int64
+    library.pdecay_between.restype = library.pdecay_scores.restype = None
     return library
 
 

@@ -5,9 +5,12 @@ The k-th smallest value is therefore found digit by digit, as in a radix sort: c
 patterns have each value of the leading digit, find the digit that contains the k-th one, and
 continue with the next digit among those. This takes three passes for single precision and six for
 double, and never copies the tensors. Single precision on the CPU is counted in C, everything else
-in small pieces by torch. The counts are summed over processes, so sharded weights (DTensors) are
-ranked exactly as on one process, however they are sharded. With sharded weights all functions are
-collective operations: call them on every rank.
+in small pieces by torch. In large models, a sample first gives a small range that contains the k-th
+value, and one pass is enough.
+
+The counts are summed over processes, so sharded weights (DTensors) are ranked exactly as on one
+process, however they are sharded. With sharded weights all functions are collective operations:
+call them on every rank.
 
 Weights are ranked by magnitude. :func:`zero_smallest_` can rank by other non-negative scores, and
 :func:`kth_magnitude` works on scores as it does on weights. NaN ranks above infinity. Half
@@ -35,6 +38,11 @@ _DIGIT = 11  # bits: a histogram of 2048 bins
 # Elements per piece. On a CPU a piece fits the cache and is too small to start threads for.
 _PIECE = {"cpu": 1 << 15}
 _PIECE_ELSEWHERE = 1 << 24
+# From this many weights on, a sample tells in which small range the k-th value is.
+_SAMPLED_FROM = 1 << 22
+_SAMPLE = 16  # one block of so many
+_SAMPLE_SHIFT = 17  # 64 bins for each power of two
+_MARGIN = 1 / 1024  # share of the weights, on each side
 _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
@@ -60,7 +68,7 @@ def zero_smallest_(
     k: int,
     *,
     scores: Sequence[Tensor] | None = None,
-    squares: Sequence[Tensor] | None = None,
+    squares: Sequence[Tensor | None] | None = None,
 ) -> float:
     """Set exactly k weights, those of smallest magnitude or score, to 0 in place.
 
@@ -120,7 +128,7 @@ class _Ranking:
         self, tensors: Sequence[Tensor], squares: Sequence[Tensor | None] | None = None
     ) -> None:
         self.wholes = tensors
-        self.squares = [None] * len(tensors) if squares is None else squares
+        self.squares: Sequence[Tensor | None] = squares or [None] * len(tensors)
         self.tensors = [local_part(tensor) for tensor in tensors]
         self.groups = [groups_of(tensor) for tensor in tensors]
         for tensor in self.tensors:
@@ -139,6 +147,9 @@ class _Ranking:
         size = count_weights(self.wholes)
         if not 1 <= k <= size:
             raise ValueError(f"k must be from 1 to the number of weights, {size}, got {k}")
+        found = self._kth_by_sample(k, size)
+        if found is not None:
+            return found
         prefix, shift = 0, torch.iinfo(_INTEGER[self.dtype]).bits - 1  # all bits but the sign bit
         while shift:
             known, width = shift, min(_DIGIT, shift)
@@ -149,6 +160,29 @@ class _Ranking:
             k -= int(cumulative[digit] - counts[digit])
             prefix = prefix << width | digit
         return prefix, k, int(counts[digit])
+
+    def _kth_by_sample(self, k: int, size: int) -> tuple[int, int, int] | None:
+        """Return the result of :meth:`kth` with one pass over all weights instead of three.
+
+        A sample gives a range of values that contains the k-th. One pass copies the values in that
+        range and counts those below. Return None for few weights, for tensors that C does not
+        support, and if the sample was misleading.
+        """
+        if size < _SAMPLED_FROM or any(self.groups) or self.dtype != torch.float32:
+            return None
+        if not all(map(passes.supports, self.tensors)):
+            return None
+        counts = torch.zeros(1 << (31 - _SAMPLE_SHIFT), dtype=torch.int64)
+        for tensor, squares in zip(self.tensors, self.squares, strict=True):
+            counts += passes.histogram(tensor, 0, 31, _SAMPLE_SHIFT, squares, _SAMPLE)
+        shares = counts.cumsum(0) / counts.sum()
+        ends = torch.tensor([k / size - _MARGIN, k / size + _MARGIN], dtype=shares.dtype)
+        low, high = torch.searchsorted(shares, ends.clamp(0, 1)).tolist()
+        high = min(high + 1, len(counts)) << _SAMPLE_SHIFT
+        found = passes.between(self.tensors, self.squares, low << _SAMPLE_SHIFT, high, size // 8)
+        if found is None or not 0 < k - found[1] <= len(found[0]):
+            return None
+        return _Ranking([found[0]]).kth(k - found[1])
 
     def share_of_ties(self, i: int, pattern: int, count: int) -> int:
         """Return how many local weights of a tensor are among the first `count` with a pattern.
