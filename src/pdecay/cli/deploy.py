@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_plan(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # a device may have no end
+        raise UsageError(f"--plan: {path} is not a regular file")
     try:
         plan = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:

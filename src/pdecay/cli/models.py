@@ -85,8 +85,8 @@ def _of_run(folder: Path) -> tuple[nn.Module, Any]:
     if not (folder / RECORD).is_file():
         raise UsageError(f"{folder} has no finished run of pdecay train: {RECORD} is missing")
     try:
-        (record,) = records.read(folder / RECORD)
-    except (records.RecordError, ValueError) as error:
+        record = records.read_one(folder / RECORD)
+    except records.RecordError as error:
         raise UsageError(f"{folder}: {error}") from None
     settings = record["settings"]
     job = get_task(settings["task"], settings["scale"])

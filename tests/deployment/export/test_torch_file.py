@@ -166,6 +166,10 @@ def test_export_writes_onnx_sparse_and_dense_files(run_cli, project):
         (["compact", "users_model:dead", "--weights", "users_model.py"], "users_model.py: "),
         (["compact", "users_model:dead", "--weights", "other.pt"], "does not fit the model"),
         (["compact", "users_model:dead", "--prune", "-1"], "--prune: threshold"),
+        (
+            ["deploy", "users_model:dead", "--plan", "/dev/zero"],
+            "--plan: /dev/zero is not a regular",
+        ),
         (["compact", "."], "has no finished run of pdecay train"),
         (["export", "users_model:dead"], "give --onnx, --sparse or --dense"),
         (["export", "users_model:dead", "--onnx", "users_model.py/m.onnx"], "cannot write to"),

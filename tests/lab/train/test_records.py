@@ -69,6 +69,16 @@ def test_read_returns_written_records(tmp_path):
     assert os.listdir(tmp_path) == ["some.jsonl"]
 
 
+def test_read_one_needs_exactly_one_record(tmp_path):
+    path = tmp_path / "record.jsonl"
+    records.write(path, [record()])
+    assert records.read_one(path) == record()
+    for wrong in ([], [record(), record(seed=1)]):
+        records.write(path, wrong)
+        with pytest.raises(records.RecordError, match=rf"has {len(wrong)} records, expected the"):
+            records.read_one(path)
+
+
 def test_read_folder_removes_duplicates(tmp_path):
     one, other = record(), record(seed=1)
     moved = {**one, "timing": {"seconds": 9.0}, "environment": {"torch": "3"}}

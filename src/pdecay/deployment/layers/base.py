@@ -29,8 +29,10 @@ _DTYPES = (torch.float32, torch.float64)
 _MAX_PLANS = 16  # cached plans per layer
 _MAX_SHAPES = 64  # cached input shapes per layer
 # Attributes derived from the buffers; they are not pickled.
-_DERIVED = ("_dtype", "_weight", "_prepared", "_calls", "_plans", "_dense", "_why_dense")
-_DERIVED += ("_tracked", "_versions")
+_DERIVED = (
+    *("_dtype", "_weight", "_prepared", "_tracked", "_versions"),
+    *("_calls", "_plans", "_dense", "_why_dense"),
+)
 
 Dense = TypeVar("Dense", nn.Linear, nn.Conv2d)
 

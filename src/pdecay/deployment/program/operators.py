@@ -111,14 +111,14 @@ def checked(operator: OpOverload) -> Callable[..., Any]:
     return _CHECKED.get(operator, operator)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Compute attention. The kernel for CPUs reads as many rows of `value` as `key` has."""
     _check("attention", key.shape[-2:-1] == value.shape[-2:-1])
     _check("attention", query.shape[-1:] == key.shape[-1:])
     return torch.ops.aten.scaled_dot_product_attention.default(query, key, value, *args, **kwargs)
 
 
-def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
     """Compute a normalized weight. The kernel reads one element of `g` per row or column."""
     if dim in (0, v.dim() - 1):
         _check("weight norm", v.dim() > 0 and g.numel() == v.shape[dim] and g.dtype == v.dtype)
@@ -127,7 +127,7 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 def embedding_bag(
     weight: Tensor, indices: Tensor, offsets: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, ...]:
+) -> Any:
     """Sum the embeddings of bags. The kernel checks the indices, but not all offsets."""
     _check_offsets(indices, offsets)
     return torch.ops.aten.embedding_bag.default(weight, indices, offsets, *args, **kwargs)
@@ -135,15 +135,13 @@ def embedding_bag(
 
 def embedding_bag_padded(
     weight: Tensor, indices: Tensor, offsets: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, ...]:
+) -> Any:
     """Sum the embeddings of bags, without the embedding of the padding."""
     _check_offsets(indices, offsets)
     return torch.ops.aten.embedding_bag.padding_idx(weight, indices, offsets, *args, **kwargs)
 
 
-def lstm(
-    x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *args: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def lstm(x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *args: Any) -> Any:
     """Run an LSTM. The kernel of oneDNN does not check the sizes of states and weights."""
     has_biases, layers, _, _, bidirectional, batch_first = args
     _check("LSTM", x.dim() == 3)

@@ -76,13 +76,14 @@ def _fused_layer(
     if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d):
         return None
     assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d)
-    if norm.running_mean is None or norm.training:
+    mean = norm.running_mean
+    if mean is None or norm.training:
         return None
-    if norm.weight is None:  # affine=False, which fuse_linear_bn_eval does not support
+    if not norm.affine:  # which fuse_linear_bn_eval does not support
         norm = copy.copy(norm)
         norm._parameters = {
-            "weight": nn.Parameter(torch.ones_like(norm.running_mean)),
-            "bias": nn.Parameter(torch.zeros_like(norm.running_mean)),
+            "weight": nn.Parameter(torch.ones_like(mean)),
+            "bias": nn.Parameter(torch.zeros_like(mean)),
         }
     if isinstance(layer, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
         return fuse_conv_bn_eval(layer, norm)

@@ -103,6 +103,21 @@ def read(paths: str | Path | Iterable[str | Path]) -> list[Record]:
     return list(found.values())
 
 
+def read_one(path: Path) -> Record:
+    """Read the file of a single run.
+
+    Raises:
+        RecordError: the file is missing or damaged, or has no record or several.
+    """
+    found = read(path)
+    if len(found) != 1:
+        raise RecordError(
+            f"{path} has {len(found)} records, expected the record of one run: it was truncated or "
+            "altered; delete it to repeat the run"
+        )
+    return found[0]
+
+
 def write(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Replace a file by records, one a line. The file is never partially written."""
     lines = []

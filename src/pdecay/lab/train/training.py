@@ -233,7 +233,7 @@ def _finished(settings: Settings, folder: Path) -> Record | None:
     path = folder / RECORD
     if not path.exists():
         return None
-    (record,) = records.read(path)
+    record = records.read_one(path)
     _check_same(folder, record["settings"], settings)
     return record
 
