@@ -22,6 +22,7 @@ better mean validation accuracy is chosen, and its mean test accuracy over three
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Iterable, Mapping
@@ -145,11 +146,7 @@ def run(study: Study, stage: str, grids: list[Options], args: Any) -> None:
     folder = args.runs / f"{study.task}-{study.scale}-{stage}-{plan.identity}"
     resume = (folder / "study.log").exists()
     outcome = sweep(plan, folder, workers=args.workers, threads=1, resume=resume, console=Console())
-    new = {record["id"]: {**record, "command": command()} for record in outcome.records}
-    path = study.path(stage)
-    known = _by_id(path) | new
-    path.parent.mkdir(parents=True, exist_ok=True)
-    records.write(path, [known[key] for key in sorted(known)])
+    study.add(stage, [{**record, "command": command()} for record in outcome.records])
 
 
 class Study:
@@ -163,10 +160,19 @@ class Study:
         """Return the file of a stage's records."""
         return RESULTS / f"{self.task}-{self.scale}-{stage}.jsonl"
 
-    def read(self) -> dict[str, Record]:
-        """Return the records of all stages by id."""
+    @functools.cached_property
+    def found(self) -> dict[str, Record]:
+        """The records of all stages by id."""
         stages = ("tune", "final", "ablation", "contours")
         return {key: r for stage in stages for key, r in _by_id(self.path(stage)).items()}
+
+    def add(self, stage: str, new: Iterable[Record]) -> None:
+        """Add records to the file of a stage."""
+        path = self.path(stage)
+        known = _by_id(path) | {record["id"]: record for record in new}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        records.write(path, [known[key] for key in sorted(known)])
+        self.found |= known
 
     def plan(self, grids: list[Options]) -> Grid:
         """Return the grids as a plan for a sweep."""
@@ -174,15 +180,15 @@ class Study:
 
     def runs(self, *grids: Options) -> list[Record]:
         """Return the finished runs of grids."""
-        found = self.read()
-        return [found[key] for key in self.plan(list(grids)).cells if key in found]
+        cells = self.plan(list(grids)).cells
+        return [self.found[key] for key in cells if key in self.found]
 
     def unfinished(self, grids: list[Options]) -> list[Options]:
         """Return a grid of one cell for each run that has no record."""
         if not grids:
             return []
         cells = self.plan(grids).cells
-        left = cells.keys() - self.read().keys()
+        left = cells.keys() - self.found.keys()
         return [_cell(settings.to_dict()) for key, settings in cells.items() if key in left]
 
     def tuning_grids(self, name: str) -> list[Options]:

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -36,13 +37,24 @@ from study import (
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCALES = ("cpu", "quick")
-COLOURS = {
-    "AdamW, dense": drawing.INK,
-    "target": drawing.VERMILION,
-    "GMP": drawing.BLUE,
-    "GMP, adaptive rank": drawing.SKY,
-    "PAdam, p = 0.8": drawing.GREEN,
+# Colour and marker of each method. PAdam is green, darker for smaller p.
+_THICK = {"linewidth": 2.2, "zorder": 3}
+STYLES: dict[str, dict[str, Any]] = {
+    "target": {"color": drawing.VERMILION, "marker": "D", **_THICK},
+    "GMP": {"color": drawing.BLUE, "marker": "o", **_THICK},
+    "GMP, adaptive rank": {"color": drawing.SKY, "marker": "o", **_THICK},
+    "MP": {"color": drawing.BLUE, "marker": "X", "linestyle": ":"},
+    "OTO": {"color": drawing.GREY, "marker": "^"},
+    "L1": {"color": drawing.GREY, "marker": "s"},
+    "DWF": {"color": drawing.GREY, "marker": "v"},
+    "elastic": {"color": "#CC79A7", "marker": "P"},
+    "PAdam, p = 0.5": {"color": "#00432F", "marker": "o"},
+    "PAdam, p = 0.8": {"color": "#00704F", "marker": "o"},
+    "PAdam, p = 1": {"color": drawing.GREEN, "marker": "o"},
+    "PAdam, p = 1.2": {"color": "#5CC4A3", "marker": "o"},
+    "PAdam, p = 1.5": {"color": "#A5DCCB", "marker": "o"},
 }
+MAX_ZEROS = 99.0  # of the axis; more zeros leave networks that hardly learn
 
 
 def main() -> None:
@@ -166,7 +178,7 @@ def draw_tradeoff(study: Study) -> Figure:
     axes = figure.add_subplot()
     drawing.set_title(
         axes,
-        f"Accuracy at a given sparsity: {study.task}",
+        f"Accuracy at a given sparsity: {study.task}, scale {study.scale}",
         "test split, mean and standard deviation of three seeds; settings chosen on validation",
     )
     for name in METHODS:
@@ -177,9 +189,13 @@ def draw_tradeoff(study: Study) -> Figure:
         if name == "AdamW, dense":
             axes.axhline(means[0], color=drawing.INK, linewidth=1, linestyle="--", label=name)
             continue
-        style = {"color": COLOURS[name], "linewidth": 2} if name in COLOURS else {"alpha": 0.6}
+        shown = 100 * zeros <= MAX_ZEROS
         axes.errorbar(
-            drawing.to_decades(100 * zeros), means, spreads, marker="o", label=name, **style
+            drawing.to_decades(100 * zeros[shown]),
+            means[shown],
+            spreads[shown],
+            label=name,
+            **STYLES[name],
         )
     _sparsity_axis(axes)
     axes.set_ylabel("test accuracy, %")
@@ -212,6 +228,9 @@ def draw_contours(study: Study) -> Figure:
             axes = grid[row, column]
             filled = axes.contourf(rates, CONTOUR_LAM, values, levels=12, cmap="cividis")
             axes.set(xscale="log", yscale="log")
+            axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+            axes.set_yticks(CONTOUR_LAM, [f"{lam:g}" for lam in CONTOUR_LAM])
+            axes.minorticks_off()
             if row == 0:
                 axes.set_title(f"p = {p:g}")
             else:
@@ -230,7 +249,7 @@ def _points(groups: dict[float, list[Record]]) -> Iterator[tuple[float, float, f
 
 
 def _sparsity_axis(axes: Axes) -> None:
-    ticks = [0, 50, 70, 80, 90, 95, 98]
+    ticks = [0, 50, 80, 90, 95, 98, 99]
     axes.set_xticks(drawing.to_decades(ticks), [f"{tick} %" for tick in ticks])
     axes.set_xlabel("zeros among the decayed weights")
 
