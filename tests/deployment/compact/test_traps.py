@@ -62,7 +62,7 @@ def two_convolutions(constant: float, **options) -> nn.Sequential:
 def test_constant_is_folded_into_the_bias(options):
     smaller = compacted(two_convolutions(0.7, **options), torch.randn(2, 2, 6, 6))
     assert smaller[0].out_channels == 3
-    assert smaller.compact_report.removed == {"it is constant": 1}
+    assert smaller.compact_report.removed == {"constant": 1}
 
 
 def test_nonzero_constant_before_zero_padding_is_kept():
@@ -116,7 +116,7 @@ def test_batch_norm_channel_of_weight_zero_is_constant():
     model[1].bias.data[:3] = torch.tensor([0.5, 0.1, -0.5])
     smaller = compacted(model, torch.randn(2, 2, 8, 8))
     assert smaller[0].out_channels == 4
-    assert smaller.compact_report.removed == {"it is constant": 1, "it is zero": 1}
+    assert smaller.compact_report.removed == {"constant": 1, "zero": 1}
 
 
 @pytest.mark.parametrize("affine", [False, True])

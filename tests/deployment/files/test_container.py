@@ -98,6 +98,7 @@ def test_reads_header_without_tensors(tmp_path):
 NO_HEADER = "header is not a JSON object of tensor entries"
 MALICIOUS = {
     "header length": (b"\xff" * 8 + b"{}", "claims a header of 18,446,744,073,709,551,615 bytes"),
+    "text": (b"import torch\n" * 9, "not a weight file: expected a file written by pdecay.save"),
     "nothing": (b"", "0 bytes are too few"),
     "seven bytes": (b"1234567", "7 bytes are too few"),
     "pickle": (b"\x80\x02}q\x00." + b"x" * 80, "use torch.load"),

@@ -248,7 +248,7 @@ def test_errors_are_one_line(run_cli, tmp_path):
         return run_cli("inspect", *argv, code=2)
 
     (tmp_path / "text").write_text("hello, this is not a weight file")
-    assert "damaged or not a safetensors file" in error_of(tmp_path / "text")
+    assert "not a weight file: expected a file written by" in error_of(tmp_path / "text")
     assert "No such file" in error_of(tmp_path / "missing")
     assert "not a regular file" in error_of(tmp_path)
     torch.save({"w": Unsafe()}, tmp_path / "unsafe.pt")

@@ -8,7 +8,7 @@ that sums over the unit's axis, usually the next layer.
 
 **Dead unit.** A unit that can be removed without changing the model's outputs, because
 
-- nothing reads it: all its weights in all consumers are zero, or the results are not used;
+- it is unread: all its weights in all consumers are zero, or the results are not used;
 - it is zero for every input;
 - it is constant for every input. Then each consumer's sum changes by a constant, which is added to
   the consumer's bias. This is called *folding*.

@@ -86,7 +86,7 @@ def compact(
         >>> smaller[0]
         Linear(in_features=4, out_features=5, bias=True)
         >>> smaller.compact_report.removed
-        {'nothing reads it': 3}
+        {'unread': 3}
     """
     inputs = Inputs.of(example_inputs)
     _check_model(model)

@@ -15,7 +15,7 @@ from pdecay.deployment.compact.rules import Consumer, rule_for
 from pdecay.deployment.compact.trace import Trace
 from pdecay.deployment.compact.units import Labels, Units
 
-UNREAD, ZERO, CONSTANT = "nothing reads it", "it is zero", "it is constant"
+UNREAD, ZERO, CONSTANT = "unread", "zero", "constant"  # reasons of removals
 LAST = "a layer needs at least one unit"
 MULTIPLE = "the operation that reads it needs a multiple of {} units"
 
@@ -105,7 +105,7 @@ def choose_removal(analysis: Analysis, model: nn.Module, biases: Biases) -> Remo
             elif refusal is None and not uneven:
                 dead.update(dict.fromkeys(of, CONSTANT))
             else:
-                reason = f"{CONSTANT}, but {refusal or 'not the same at all positions'}"
+                reason = f"they are {CONSTANT}, but {refusal or 'not the same at all positions'}"
                 removal.kept.update(dict.fromkeys(of, reason))
     keep = alive | removal.kept.keys()
     removal.dead = {unit: reason for unit, reason in dead.items() if unit not in keep}

@@ -52,7 +52,8 @@ class CompactReport:
     """The result of `compact`. ``str()`` gives a table, :meth:`to_dict` plain data.
 
     Args:
-        removed: the number of removed units by reason. A unit is removed from all tensors at once:
+        removed: the number of removed units by reason: ``"unread"``, ``"zero"`` or
+            ``"constant"``. A unit is removed from all tensors at once:
             a channel with everything that produces and consumes it counts once.
         tensors: the parameters and buffers that became smaller.
         kept: the dead units that could not be removed.
@@ -98,7 +99,7 @@ class CompactReport:
         before, after = self.parameters
         share = f" ({1 - after / before:.1%} fewer)" if after < before else ""
         lines = [f"{before:,} parameters -> {after:,}{share}"]
-        parts = [f"{count:,} because {reason}" for reason, count in sorted(self.removed.items())]
+        parts = [f"{count:,} {reason}" for reason, count in sorted(self.removed.items())]
         lines.append(f"removed {_units(self.units)}" + (": " + ", ".join(parts) if parts else ""))
         weights = [one for one in self.tensors if len(one.before) > 1]
         if weights:

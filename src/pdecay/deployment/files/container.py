@@ -141,8 +141,8 @@ class Container:
     def _read_header(self) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
         if self.size < 8:
             raise FileFormatError(f"{self.size} bytes are too few for a safetensors file")
-        start = self.read(0, 8).tobytes()
-        length = int.from_bytes(start, "little")
+        start = self.read(0, min(self.size, 9)).tobytes()
+        length = int.from_bytes(start[:8], "little")
         limit = min(self.size - 8, _MAX_HEADER)
         if length > limit:
             if start.startswith(_TORCH_FILES):
@@ -150,9 +150,14 @@ class Container:
                     "this is a file of torch.save or torch.export, not a safetensors file: use "
                     "torch.load(path, weights_only=True), or torch.export.load(path) for .pt2"
                 )
+            if not start.endswith(b"{"):
+                raise FileFormatError(
+                    "not a weight file: expected a file written by pdecay.save, safetensors or "
+                    "torch.save"
+                )
             raise FileFormatError(
                 f"claims a header of {length:,} bytes, but at most {limit:,} are possible: the "
-                "file is damaged or not a safetensors file"
+                "file is damaged"
             )
         try:
             header = self.read(8, length).tobytes().decode()
