@@ -115,14 +115,18 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: A
     """Compute attention. The kernel for CPUs reads as many rows of `value` as `key` has."""
     _check("attention", key.shape[-2:-1] == value.shape[-2:-1])
     _check("attention", query.shape[-1:] == key.shape[-1:])
-    return torch.ops.aten.scaled_dot_product_attention.default(query, key, value, *args, **kwargs)
+    output: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
+        query, key, value, *args, **kwargs
+    )
+    return output
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
     """Compute a normalized weight. The kernel reads one element of `g` per row or column."""
     if dim in (0, v.dim() - 1):
         _check("weight norm", v.dim() > 0 and g.numel() == v.shape[dim] and g.dtype == v.dtype)
-    return torch.ops.aten._weight_norm.default(v, g, dim)
+    output: Tensor = torch.ops.aten._weight_norm.default(v, g, dim)
+    return output
 
 
 def embedding_bag(
@@ -130,7 +134,10 @@ def embedding_bag(
 ) -> Any:
     """Sum the embeddings of bags. The kernel checks the indices, but not all offsets."""
     _check_offsets(indices, offsets)
-    return torch.ops.aten.embedding_bag.default(weight, indices, offsets, *args, **kwargs)
+    outputs: tuple[Tensor, ...] = torch.ops.aten.embedding_bag.default(
+        weight, indices, offsets, *args, **kwargs
+    )
+    return outputs
 
 
 def embedding_bag_padded(
@@ -138,7 +145,10 @@ def embedding_bag_padded(
 ) -> Any:
     """Sum the embeddings of bags, without the embedding of the padding."""
     _check_offsets(indices, offsets)
-    return torch.ops.aten.embedding_bag.padding_idx(weight, indices, offsets, *args, **kwargs)
+    outputs: tuple[Tensor, ...] = torch.ops.aten.embedding_bag.padding_idx(
+        weight, indices, offsets, *args, **kwargs
+    )
+    return outputs
 
 
 def lstm(x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *args: Any) -> Any:
@@ -147,7 +157,8 @@ def lstm(x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *args: Any) 
     _check("LSTM", x.dim() == 3)
     batch = x.shape[0 if batch_first else 1] if x.dim() == 3 else 0
     _check_lstm(x.shape[-1], batch, hx, params, has_biases, layers, 1 + bidirectional)
-    return torch.ops.aten.lstm.input(x, hx, params, *args)
+    outputs: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.lstm.input(x, hx, params, *args)
+    return outputs
 
 
 _CHECKED: dict[OpOverload, Callable[..., Any]] = {

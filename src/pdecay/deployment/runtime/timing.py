@@ -125,7 +125,8 @@ def usable_threads(seconds: float) -> Iterator[int]:
 def _threads_wait(threads: int, seconds: float) -> bool:
     """Return whether an operation takes longer with all threads than with one, on average."""
     numbers = torch.linspace(0.0, 1.0, _PROBE_SIZE, device="cpu", dtype=torch.float32)
-    seconds_alone, seconds_together = [], []
+    seconds_alone: list[float] = []
+    seconds_together: list[float] = []
     end = time.perf_counter() + seconds
     while not seconds_together or time.perf_counter() < end:
         torch.set_num_threads(1)
@@ -139,7 +140,7 @@ def _threads_wait(threads: int, seconds: float) -> bool:
 def _durations(function: Callable[[], object], seconds: float) -> list[float]:
     """Call a function repeatedly; return the seconds of all calls except the first."""
     function()
-    durations = []
+    durations: list[float] = []
     end = time.perf_counter() + seconds
     while not durations or time.perf_counter() < end:
         start = time.perf_counter()
