@@ -194,6 +194,23 @@ def test_copies_only_decayed_weights(exact):
     assert counts["decayed"] == gradients_and_weights
 
 
+@pytest.mark.parametrize("fused", [None, False])
+def test_step_that_replaces_data(fused):
+    class Replacing(SGD):
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                param.data = param.data - LR * param.grad
+
+    param = weight(5, 3)
+    with_gradient(param)
+    optimizer = Replacing([param], lr=LR)
+    attach(optimizer, DECAY, fused=fused)
+    for _ in range(3):
+        expected = decayed(sgd_step(param), param)
+        optimizer.step()
+        torch.testing.assert_close(param.detach(), expected, rtol=2e-5, atol=1e-7)
+
+
 def test_copies_follow_replaced_data(exact, same):
     params = [weight(5, 3), weight(5, 3)]
     optimizers = [SGD([param], lr=LR) for param in params]
@@ -336,6 +353,28 @@ class TestLearningRate:
 
 
 class TestGroups:
+    @pytest.mark.parametrize(
+        ("key", "value", "rule"),
+        [
+            ("decay_1d", 1.0, "decay_1d must be True or False, got 1.0"),
+            ("decay_scale", True, "decay_scale must be a number, got True"),
+            ("decay_scale", torch.tensor(1.0), "decay_scale must be a number"),
+            ("decay", [[0.8, True]], "lam must be a number, got True"),
+            ("decay_lr", float("nan"), "decay_lr must be finite"),
+        ],
+    )
+    def test_invalid_setting_raises_at_the_next_step(self, key, value, rule):
+        param = weight()
+        with_gradient(param)
+        optimizer = SGD([{"params": [param], "decay": Lp(0.8, 1.0)}], lr=LR)
+        attach(optimizer, DECAY)
+        optimizer.step()
+        before = param.detach().clone()
+        optimizer.param_groups[0][key] = value
+        with pytest.raises((TypeError, ValueError), match=rule):
+            optimizer.step()
+        assert torch.equal(param, before)
+
     def test_settings_are_plain_numbers(self):
         optimizer = SGD([weight()], lr=LR)
         attach(optimizer, Lp(0.8, 1e-3) + Lp(2, 2e-3))

@@ -142,9 +142,12 @@ def _penalty_of_pairs(pairs: tuple[tuple[float, ...], ...]) -> Penalty | None:
 
 def decays(param: Tensor, group: Group) -> bool:
     """Return whether the group's decay applies to a parameter, regardless of the scale."""
-    return bool(group["decay"]) and (
-        group["decay_1d"] or isinstance(param, UninitializedTensorMixin) or param.ndim >= 2
-    )
+    return bool(group["decay"]) and (group["decay_1d"] or _is_matrix(param))
+
+
+def _is_matrix(param: Tensor) -> bool:
+    """Check for two or more dimensions; the weights of lazy modules do not have theirs yet."""
+    return isinstance(param, UninitializedTensorMixin) or param.ndim >= 2
 
 
 def scale_of(param: Tensor, index: int, group: Group) -> float:
@@ -159,9 +162,12 @@ def scales_of(params: Sequence[Tensor], group: Group) -> list[float]:
     """Return `scale_of` for a subset of the group's parameters, such as those with a gradient."""
     scale = group["decay_scale"]
     if not isinstance(scale, list):  # the index does not matter
-        if group["decay"] and group["decay_1d"]:
-            return [float(scale)] * len(params)
-        return [float(scale) if decays(param, group) else 0.0 for param in params]
+        scale = float(scale)
+        if not group["decay"] or group["decay_1d"]:
+            return [scale if group["decay"] else 0.0] * len(params)
+        return [scale if _is_matrix(param) else 0.0 for param in params]
+    if len(params) == len(group["params"]):
+        return [scale_of(param, i, group) for i, param in enumerate(params)]
     places = {param: i for i, param in enumerate(group["params"])}
     return [scale_of(param, places[param], group) for param in params]
 

@@ -13,6 +13,8 @@ def check_number(name: str, value: object) -> float:
         TypeError: if it is not a real number.
         ValueError: if it is negative or not finite.
     """
+    if type(value) is float and 0.0 <= value < math.inf:  # the usual case, without the slow checks
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:

@@ -22,6 +22,7 @@
 #include "fastpow.h"
 
 enum { STREAMS = 5, BLOCK = 1024 };                /* 1024 weights: 4 kB a stream in float */
+enum { FEW = 1 << 14 };                            /* weights that one thread updates alone */
 enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };      /* as in native.py */
 enum { DONE, BAD_DTYPE, NO_MEMORY };
 enum { WEIGHT_ITSELF, LENGTH, SQUARED_LENGTH };       /* see update.h */
@@ -214,11 +215,16 @@ static void run_half(const job *job, int64_t tensor, int64_t begin, int64_t end)
 
 /* ---- all tensors, all threads ---- */
 
-static int64_t chunk_size(const call *call)
+static int64_t total_size(const call *call)
 {
     int64_t total = 0;
     for (int64_t i = 0; i < call->tensors; i++) total += call->sizes[i];
-    int64_t chunk = total / (16 * call->threads) / BLOCK * BLOCK;
+    return total;
+}
+
+static int64_t chunk_size(const call *call)
+{
+    int64_t chunk = total_size(call) / (16 * call->threads) / BLOCK * BLOCK;
     return chunk < 4 * BLOCK ? 4 * BLOCK : chunk > 512 * BLOCK ? 512 * BLOCK : chunk;
 }
 
@@ -237,7 +243,9 @@ static void run_chunks(const job *job, int64_t chunk, const int64_t *chunks_befo
 {
     const call *call = job->call;
     const int64_t chunks = chunks_before[call->tensors];
-    #pragma omp parallel for schedule(dynamic) num_threads(call->threads) if (call->threads > 1 && chunks > 1)
+    /* Many small tensors: starting the threads would take longer, many times so if the other cores are busy. */
+    const int parallel = call->threads > 1 && chunks > 1 && total_size(call) >= FEW;
+    #pragma omp parallel for schedule(dynamic) num_threads(call->threads) if (parallel)
     for (int64_t c = 0; c < chunks; c++) {
         int64_t low = 0, high = call->tensors;            /* bisect for the tensor that contains chunk c */
         while (high - low > 1) {
@@ -360,8 +368,7 @@ int pdecay_decay(const call *call)
 int pdecay_copy(const call *given)
 {
     call call = *given;
-    int64_t total = 0;
-    for (int64_t i = 0; i < call.tensors; i++) total += call.sizes[i];
+    const int64_t total = total_size(given);
     if (total < 1 << 17) call.threads = 1;         /* starting the threads would take longer */
     const int larger_than_cache = total > 1 << 21;
     return run((job){

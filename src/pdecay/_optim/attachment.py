@@ -32,6 +32,7 @@ from pdecay._optim.hooks import StepHooks, check_takes_hooks, find_hooks, local_
 from pdecay.prox import penalty_prox
 
 Step = Literal["decay", "prox"]
+_CHECKED_KEYS = (*DECAY_KEYS, "differentiable")
 LearningRate = float | Callable[[Group], float | Tensor] | None
 
 
@@ -125,8 +126,10 @@ class Attachment(StepHooks):
         self._defaults = defaults
         self._lr = lr
         self._own_settings: dict[int, Group] = {}  # settings of each group before attach
-        self._written: dict[int, str] = {}  # settings of each group as they were last checked
-        self._old: list[list[tuple[Tensor, Tensor]]] = []  # for each group: (weight, its copy)
+        self._written: dict[
+            int, list[object]
+        ] = {}  # settings of each group as they were last checked
+        self._old: list[tuple[list[Tensor], list[Tensor]]] = []  # for each group: weights, copies
         self._copies = Copies()
         self._write_settings()
         self.register()
@@ -182,14 +185,16 @@ class Attachment(StepHooks):
             ]
             # Neither the proximal step nor a slow auxiliary variable needs the old weights.
             old = self._copies.of(params) if self._needs_old(group) else params
-            self._old.append([*zip(params, old, strict=True)])
+            self._old.append((params, old))
 
     def after_step(self) -> None:
         old, self._old = self._old, []
-        for group, pairs in zip(self.optimizer.param_groups, old, strict=False):
-            moved = [(param, copy) for param, copy in pairs if param.grad is not None]
-            if moved:
-                self._decay_group([param for param, _ in moved], [copy for _, copy in moved], group)
+        for group, (params, copies) in zip(self.optimizer.param_groups, old, strict=False):
+            moved = [i for i, param in enumerate(params) if param.grad is not None]
+            if len(moved) < len(params):
+                params, copies = [params[i] for i in moved], [copies[i] for i in moved]
+            if params:
+                self._decay_group(params, copies, group)
 
     def _decay_group(self, params: list[Tensor], w_old: list[Tensor], group: Group) -> None:
         fused = self.fused if self._needs_old(group) else False
@@ -214,7 +219,13 @@ class Attachment(StepHooks):
             self._written[index] = _settings_of(group)
 
 
-def _settings_of(group: Group) -> str:
-    """Return a text that differs whenever a setting was changed, also in place."""
-    keys = (*DECAY_KEYS, "differentiable")
-    return repr([len(group["params"]), *(group.get(key, "missing") for key in keys)])
+def _settings_of(group: Group) -> list[object]:
+    """Return a copy of the settings, which differs whenever one was changed, also in place."""
+    return [len(group["params"]), *[_copy_of(group.get(key, "missing")) for key in _CHECKED_KEYS]]
+
+
+def _copy_of(setting: object) -> object:
+    """Copy floats and lists of them; return the text of others, since ``True == 1.0``."""
+    if type(setting) is float:
+        return setting
+    return [*map(_copy_of, setting)] if type(setting) is list else repr(setting)

@@ -188,24 +188,25 @@ class Copies:
 
     def __init__(self) -> None:
         self._memory: dict[Tensor, Tensor] = {}
-        self._last: list[tuple[list[Tensor], list[Tensor]]] = []  # lists and their copies
+        # Lists, their copies and their shapes. Nobody else can replace the copies' memory.
+        self._last: list[tuple[list[Tensor], native.Owned, list[torch.Size]]] = []
 
     def of(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return a copy of each tensor, valid until the next call with the same tensor."""
         if is_tracing():
             return [tensor.detach().clone() for tensor in tensors]
-        for known, copies in self._last:  # usually the same lists at each step
+        for known, copies, shapes in self._last:  # usually the same lists at each step
             same = len(known) == len(tensors) and all(map(operator.is_, known, tensors))
-            if same and [*map(_SHAPE, tensors)] == [*map(_SHAPE, copies)]:
+            if same and [*map(_SHAPE, tensors)] == shapes:
                 if native.copy_(copies, tensors):
                     return copies
                 break
         if not all(type(x) in PLAIN and x.layout is torch.strided for x in tensors):
             return [tensor.detach().clone() for tensor in tensors]
-        copies = [self._memory_for(tensor) for tensor in tensors]
+        copies = native.Owned(self._memory_for(tensor) for tensor in tensors)
         if tensors and not native.copy_(copies, tensors):
             torch._foreach_copy_(copies, tensors)
-        self._last = [(tensors, copies), *self._last[: _KEPT_LISTS - 1]]
+        self._last = [(tensors, copies, [*map(_SHAPE, copies)]), *self._last[: _KEPT_LISTS - 1]]
         return copies
 
     def _memory_for(self, tensor: Tensor) -> Tensor:

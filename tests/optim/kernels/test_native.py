@@ -1,6 +1,8 @@
 """Tests of the C kernels: comparison with torch in float64, and edge cases."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -413,6 +415,51 @@ def test_table_of_lists_of_different_lengths_is_none():
     assert native.table_of([[], []]) is None
     one, two, three = ([torch.ones(3)] * n for n in (1, 2, 3))
     assert native.table_of([two, one, three]) is None
+
+
+def test_table_of_owned_tensors_keeps_the_order_of_streams():
+    weights, copies = plain_streams()
+    owned = native.Owned(copies)
+    for streams in ([weights, owned], [owned, weights], [owned]):
+        assert native.table_of(streams) == native.table_of([[*stream] for stream in streams])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [torch.ones(3, 4)],
+        [torch.ones(3, 4), torch.ones(8)],
+        [torch.ones(3, 4).double(), torch.ones(7).double()],
+        [torch.ones(4, 3).t(), torch.ones(7)],
+        [],
+    ],
+)
+def test_table_of_owned_tensors_that_differ_is_none(other):
+    weights, _ = plain_streams()
+    assert native.table_of([weights, native.Owned(other)]) is None
+    assert native.table_of([other, native.Owned(weights)]) is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_small_tensors_start_no_threads():
+    code = """
+import os, torch
+from pdecay._optim.kernels import native
+
+torch.set_num_threads(2)
+
+def new_threads(size):
+    params, olds = [torch.ones(size) for _ in range(8)], [torch.ones(size) for _ in range(8)]
+    before = len(os.listdir("/proc/self/task"))
+    native.decay_(params, olds, terms=[(0.8, 1.0)], rate=0.1)
+    assert all(param[0] < 1 for param in params)
+    return len(os.listdir("/proc/self/task")) - before
+
+print(new_threads(10), new_threads(10_000))
+"""
+    command = [sys.executable, "-c", code]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert output.split() == ["0", "1"]
 
 
 def test_missing_step_counts_raise():

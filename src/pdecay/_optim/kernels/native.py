@@ -41,6 +41,7 @@ from pdecay._optim.kernels.layout import (
 
 __all__ = [
     "KernelUnavailable",
+    "Owned",
     "Table",
     "adam_",
     "available",
@@ -95,12 +96,41 @@ class Table:
     data: array[int]
 
 
+class Owned(list[Tensor]):
+    """Tensors whose memory no other code can replace: their addresses are read only once."""
+
+    @functools.cached_property
+    def table(self) -> Table | None:
+        """The addresses; None if C cannot read the tensors."""
+        return _read_table([self])
+
+
 def table_of(streams: Sequence[Tensors]) -> Table | None:
     """Return the addresses if all tensors are contiguous, on the CPU and of one dtype.
 
     The streams must have equal lengths, the weights first, with equal sizes of the tensors of one
     index. Return None otherwise, and for tensors that the kernel cannot read.
     """
+    unknown = [stream for stream in streams if type(stream) is not Owned]
+    if len(unknown) == len(streams) or not unknown:
+        return _read_table(streams)
+    read = _read_table(unknown)
+    if read is None:
+        return None
+    count, rest, data = len(read.sizes), read.data, array("Q")
+    for stream in streams:
+        if type(stream) is Owned:
+            own = stream.table
+            if own is None or own.dtype != read.dtype or own.sizes != read.sizes:
+                return None
+            data += own.data
+        else:
+            data += rest[:count]
+            rest = rest[count:]
+    return Table(read.dtype, read.sizes, data)
+
+
+def _read_table(streams: Sequence[Tensors]) -> Table | None:
     count = len(streams[0])
     tensors = [*chain(*streams)]
     if not count or {*map(len, streams)} != {count} or not are_plain(tensors):
@@ -249,8 +279,10 @@ def copy_(copies: Tensors, tensors: Tensors) -> bool:
     table = table_of([copies, tensors])
     if table is None:
         return False
-    for call, _ in _calls([copies, tensors], (), 0.0, None, table):
-        _check(_library().pdecay_copy(call))
+    nothing, scales = array("d"), array("d", [1.0]) * len(copies)
+    _check(_library().pdecay_copy(_call_of(table, nothing, nothing, scales)))
+    if type(copies) is not Owned:
+        increment_version(copies)
     return True
 
 
@@ -279,24 +311,24 @@ def _calls(
     powers = array("d", [p for p, _ in terms])
     rates = array("d", [rate * lam for _, lam in terms])
     factors = array("d", scales or [1.0] * len(streams[0]))
-    threads = torch.get_num_threads()
-
-    def call(table: Table, factors: array[float]) -> Any:
-        counts = (table.dtype, threads, len(table.sizes), len(powers))
-        arrays: tuple[array[Any], ...] = (table.sizes, table.data, powers, rates, factors)
-        return ctypes.byref(_Call(*counts, *map(_address, arrays)))
-
     table = table or table_of(streams)
     if table is not None:
-        yield call(table, factors), None
+        yield _call_of(table, powers, rates, factors), None
         increment_version([*chain(streams[0], *streams[2:])])
         return
     parts = list(batches(streams, read_only=(1,)))
     tables = [_table_of_batch(part) for part in parts]
     for part, table in zip(parts, tables, strict=True):
         own = array("d", [factors[i] for i in part.indices])  # alive during the call
-        yield call(table, own), part.indices
+        yield _call_of(table, powers, rates, own), part.indices
         part.finish()
+
+
+def _call_of(table: Table, powers: array[float], rates: array[float], scales: array[float]) -> Any:
+    """Return the argument of a call into C; the arrays must stay alive during the call."""
+    counts = (table.dtype, torch.get_num_threads(), len(table.sizes), len(powers))
+    arrays: tuple[array[Any], ...] = (table.sizes, table.data, powers, rates, scales)
+    return ctypes.byref(_Call(*counts, *map(_address, arrays)))
 
 
 def _table_of_batch(batch: Batch) -> Table:
