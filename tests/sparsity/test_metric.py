@@ -143,10 +143,51 @@ def test_target_on_sgd_resumes_with_half_precision_weights():
     model, optimizer, _ = start()
     step(model, optimizer)
     resumed, again, target = start()
-    again.load_state_dict(optimizer.state_dict())  # casts the state to bfloat16
+    again.load_state_dict(optimizer.state_dict())
     for _ in range(3):
         step(resumed, again)
     assert target.sparsity == pytest.approx(0.8, abs=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", ["target, state", "state, target"])
+@pytest.mark.parametrize("kind", ["psgd", "attach", "pruning"])
+def test_squares_of_half_precision_weights_resume_exactly(dtype, order, kind, same):
+    def start():
+        model = build().to(dtype)
+        if kind == "psgd":
+            return model, pdecay.PSGD(model.parameters(), lr=0.1, decay=Lp(0.8, 1.0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if kind == "attach" or order == "state, target":  # hooks that see the checkpoint
+            attach(optimizer, Lp(0.8, 1.0))
+        return model, optimizer
+
+    def steer(optimizer):
+        if kind == "pruning":
+            return GradualMagnitudePruning(optimizer, 0.8, STEPS, rank="adaptive", every=1)
+        return SparsityTarget(optimizer, 0.8, STEPS)
+
+    def train(model, optimizer, start, stop):
+        for step in range(start, stop):
+            torch.manual_seed(step)
+            for param in model.parameters():
+                param.grad = torch.randn_like(param) * torch.rand_like(param)
+            optimizer.step()
+
+    model, optimizer = start()
+    control = steer(optimizer)
+    train(model, optimizer, 0, 15)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), control.state_dict()))
+    train(model, optimizer, 15, STEPS)
+    resumed, again = start()
+    control = steer(again) if order == "target, state" else None
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    control = control or steer(again)
+    control.load_state_dict(saved[2])
+    train(resumed, again, 15, STEPS)
+    assert same(model.state_dict(), resumed.state_dict())
+    assert same(optimizer.state_dict(), again.state_dict())
 
 
 def test_gradual_pruning_by_either_ranking():

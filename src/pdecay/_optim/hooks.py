@@ -29,6 +29,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 from torch.optim import Optimizer
 
 from pdecay._core.parameters import is_zero
+from pdecay._optim.state_precision import restore_squares
 
 T = TypeVar("T", bound="StepHooks")
 
@@ -48,6 +49,7 @@ class StepHooks:
         self._optimizer = weakref.ref(optimizer)
         self._outer_step: FrameType | None = None  # the running step() that before_step saw
         self._handles: list[Any] = []
+        self._checkpoint: dict[str, Any] | None = None  # the one that is being loaded
 
     @property
     def optimizer(self) -> Optimizer:
@@ -65,6 +67,7 @@ class StepHooks:
             optimizer.register_step_post_hook(self._post_hook),
             optimizer.register_state_dict_pre_hook(self._state_dict_hook),
             optimizer.register_load_state_dict_pre_hook(self._load_state_dict_hook),
+            optimizer.register_load_state_dict_post_hook(self._loaded_hook),
         ]
 
     def detach(self) -> None:
@@ -109,7 +112,13 @@ class StepHooks:
     def _load_state_dict_hook(
         self, optimizer: Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        return self.before_load_state_dict(state_dict)
+        self._checkpoint = self.before_load_state_dict(state_dict)
+        return self._checkpoint
+
+    def _loaded_hook(self, optimizer: Optimizer) -> None:
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is not None:
+            restore_squares(local_optimizer(optimizer).state, optimizer, checkpoint)
 
 
 def find_hooks(optimizer: Optimizer, kind: type[T]) -> T | None:
@@ -193,6 +202,7 @@ def check_takes_hooks(optimizer: object, caller: str) -> None:
             optimizer.register_step_post_hook,
             optimizer.register_state_dict_pre_hook,
             optimizer.register_load_state_dict_pre_hook,
+            optimizer.register_load_state_dict_post_hook,
         ):
             register(lambda *args: None).remove()
     except AttributeError:

@@ -34,6 +34,7 @@ from pdecay._core.validation import check_number
 from pdecay._optim.adam_metric import metric_mean
 from pdecay._optim.engine import check_scalar, decay_rate
 from pdecay._optim.rounding import State, Streams, run_rounded
+from pdecay._optim.state_precision import restore_squares
 from pdecay._optim.steps import adam_step_, sgd_step_
 from pdecay._utils.user_warnings import warn_user
 
@@ -58,6 +59,7 @@ class _Decaying(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(complete_checkpoint(state_dict, self.param_groups))
+        restore_squares(self.state, self, state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

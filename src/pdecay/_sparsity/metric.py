@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pdecay._optim.hooks import local_optimizer
+from pdecay._optim.state_precision import SQUARES
 from pdecay._sparsity import passes
 from pdecay._sparsity.shards import local_part
 
 Rank = Literal["adaptive", "magnitude"]
 
-_KEYS = ("exp_avg_sq", "square_avg", "squared_gradient")  # Adam; RMSprop, Adadelta; ours
-_OWN = _KEYS[-1]
+_KEYS = ("exp_avg_sq", "square_avg", SQUARES)  # Adam; RMSprop, Adadelta; ours
 _BETA = 0.999
 
 
@@ -93,12 +93,12 @@ def update_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
         squares = _squares(param, local)
         if squares is None:
             squares = torch.zeros_like(param.grad.abs(), dtype=torch.float32)
-            local.state[param][_OWN] = squares
-        elif local.state[param].get(_OWN) is not squares:
+            local.state[param][SQUARES] = squares
+        elif local.state[param].get(SQUARES) is not squares:
             continue
-        if squares.dtype != torch.float32:  # load_state_dict casts to the dtype of the weight
+        if squares.dtype != torch.float32:  # loaded without our hooks
             squares = squares.float()
-            local.state[param][_OWN] = squares
+            local.state[param][SQUARES] = squares
         square = param.grad.abs().float().square_()
         if torch.isfinite(square).all():  # one infinite gradient would make the mean infinite
             squares.lerp_(square, 1 - _BETA)
