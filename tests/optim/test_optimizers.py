@@ -300,6 +300,23 @@ class TestCheckpoint:
         assert theirs.param_groups[0]["lr"] == 0.05
 
     @BOTH
+    @pytest.mark.parametrize("fused", [None, True, False])
+    def test_state_of_a_transposed_weight_raises(self, cls, fused):
+        def start(shape):
+            options = {"momentum": 0.9} if cls is PSGD else {}
+            param = nn.Parameter(torch.ones(shape))
+            param.grad = torch.ones(shape)
+            return cls([param], lr=0.05, decay=DECAY, fused=fused, **options), param
+
+        theirs, _ = start((3, 4))
+        theirs.step()
+        optimizer, weight = start((4, 3))  # as many weights as in the checkpoint
+        optimizer.load_state_dict(theirs.state_dict())
+        with pytest.raises((RuntimeError, ValueError), match=r"size of tensor|shape of their"):
+            optimizer.step()
+        assert torch.equal(weight, torch.ones(4, 3))
+
+    @BOTH
     @pytest.mark.parametrize(
         ("key", "value", "rule"),
         [
@@ -532,6 +549,18 @@ class TestBadInput:
         before = everything(optimizer)
         with pytest.raises(ValueError, match=rf"lr must be finite and >= 0, got {bad}"):
             optimizer.step()
+        assert same(everything(optimizer), before)
+
+    @BOTH
+    @PATHS
+    @pytest.mark.parametrize("name", ["found_inf", "grad_scale"])
+    def test_attributes_of_a_scaler_raise(self, cls, foreach, name, same):
+        optimizer = cls(parameters(), lr=0.05, decay=DECAY, foreach=foreach)
+        steps(optimizer, 1)
+        before = everything(optimizer)
+        setattr(optimizer, name, torch.tensor(1.0))
+        with pytest.raises(RuntimeError, match=f"{name} is set.*GradScaler.step"):
+            steps(optimizer, 1)
         assert same(everything(optimizer), before)
 
     @pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf"), float("-inf")])

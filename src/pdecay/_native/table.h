@@ -34,23 +34,41 @@ static int64_t contiguous_size(const described *tensor)
     return contiguous || size == 0 ? size : -1;
 }
 
+static int have_same_shape(const described *a, const described *b)
+{
+    if (a->dimensions != b->dimensions) return 0;
+    for (int d = 0; d < a->dimensions; d++)
+        if (a->shape[d] != b->shape[d]) return 0;
+    return 1;
+}
+
 /* Write the sizes of the first `tensors` objects and the addresses of all `tensors * streams`. Return the dtype; -1
- * unless all have one dtype, are contiguous and on the CPU, and have the size of the first object with their index. */
+ * unless all have one dtype, are contiguous and on the CPU, and have the shape of the first object with their index. */
 int pdecay_table(describer describe, int64_t tensors, int64_t streams, void *const *objects, int64_t *sizes,
                  void **data)
 {
     enum { DL_CPU = 1 };
     int dtype = -1;
+    described *weights = malloc((size_t)tensors * sizeof *weights);
+    if (!weights) return -1;
     for (int64_t i = 0; i < tensors * streams; i++) {
         described tensor;
-        if (describe(objects[i], &tensor)) return -1;
-        int64_t size = contiguous_size(&tensor);
+        if (describe(objects[i], &tensor)) goto unlike;
         if (i == 0) dtype = dtype_of(&tensor);
-        if (i < tensors) sizes[i] = size;
+        if (i < tensors) {
+            weights[i] = tensor;
+            sizes[i] = contiguous_size(&tensor);
+        }
+        int64_t size = sizes[i % tensors];
         if (tensor.device != DL_CPU || tensor.lanes != 1 || dtype_of(&tensor) != dtype || size < 0
-            || size != sizes[i % tensors] || (size > 0 && !tensor.data))
-            return -1;
+            || contiguous_size(&tensor) != size || !have_same_shape(&tensor, &weights[i % tensors])
+            || (size > 0 && !tensor.data))
+            goto unlike;
         data[i] = (char *)tensor.data + tensor.offset;
     }
+    free(weights);
     return dtype;
+unlike:
+    free(weights);
+    return -1;
 }

@@ -69,6 +69,7 @@ class _Decaying(Optimizer):
             closure: evaluates the model again and returns the loss.
         """
         getattr(self, _HEALTH_CHECK)()
+        _check_not_scaled(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -314,6 +315,16 @@ class PSGD(_Decaying, SGD):
         if group["momentum"] != 0:
             for param, buffer in zip(params, buffers, strict=True):
                 self.state[param]["momentum_buffer"] = buffer
+
+
+def _check_not_scaled(optimizer: Optimizer) -> None:
+    """Raise for gradients that the step itself would have to unscale, or to skip."""
+    for name in ("grad_scale", "found_inf"):
+        if getattr(optimizer, name, None) is not None:
+            raise RuntimeError(
+                f"optimizer.{name} is set, and {type(optimizer).__name__} unscales no gradients; "
+                "call GradScaler.step, which unscales them and skips steps, and set no attribute"
+            )
 
 
 def _check_betas(betas: object) -> tuple[float, float]:

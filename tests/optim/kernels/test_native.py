@@ -378,7 +378,8 @@ def test_table_has_sizes_and_addresses():
     [
         torch.ones(12),
         torch.ones(12, 3)[:, 0],
-        torch.ones(4, 3).t(),
+        torch.ones(3, 4),
+        torch.ones(12, 1),
         torch.ones(11),
         torch.ones(12, dtype=torch.float64),
         torch.ones(12, dtype=torch.complex64),
@@ -394,7 +395,7 @@ def test_table_has_sizes_and_addresses():
 )
 def test_table_accepts_contiguous_tensors_of_one_dtype_only(other):
     streams = plain_streams()
-    streams[1][0] = other
+    streams[0][0], streams[1][0] = torch.ones(12), other
     accepted = native.table_of(streams) is not None
     assert accepted == (type(other) is torch.Tensor and other.shape == (12,) and is_ordinary(other))
 
@@ -487,9 +488,12 @@ def test_copy_copies_all_dtypes():
     assert not native.copy_([torch.ones(3, dtype=torch.int32)], [torch.ones(3)])
 
 
-def test_different_sizes_raise():
-    with pytest.raises(ValueError, match="must have equal sizes"):
-        native.decay_([torch.ones(4)], [torch.ones(5)], terms=[(1, 1.0)], rate=1.0)
+@pytest.mark.parametrize("shape", [(3, 5), (4, 3), (12,), (3, 4, 1)])
+def test_different_shapes_raise(shape):
+    weight = torch.ones(3, 4)
+    with pytest.raises(ValueError, match=r"must have the shape of their weight.*\(3, 4\)"):
+        native.decay_([weight], [torch.ones(shape)], terms=[(1, 1.0)], rate=1.0)
+    assert torch.equal(weight, torch.ones(3, 4))
 
 
 def test_empty_lists_are_accepted():

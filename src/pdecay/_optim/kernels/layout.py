@@ -119,8 +119,12 @@ class Batch:
         self.sizes = [*map(Tensor.numel, weights)]
         self.streams = [weights]  # keeps copies alive until the kernel has finished
         for s, stream in enumerate(streams[1:], 1):
-            if [*map(Tensor.numel, stream)] != self.sizes:
-                raise ValueError("weights, gradients and state must have equal sizes")
+            for weight, tensor in zip(weights, stream, strict=True):
+                if tensor.shape != weight.shape:
+                    raise ValueError(
+                        "a gradient and the state must have the shape of their weight, got "
+                        f"{tuple(tensor.shape)} for a weight of shape {tuple(weight.shape)}"
+                    )
             alike = plain and all(map(Tensor.is_contiguous, stream)) and all_plain(stream)
             if not alike or {tensor.dtype for tensor in stream} != {self.dtype}:
                 stream = self._in_layout(weights, stream, written=s not in read_only)

@@ -108,7 +108,7 @@ class Owned(list[Tensor]):
 def table_of(streams: Sequence[Tensors]) -> Table | None:
     """Return the addresses if all tensors are contiguous, on the CPU and of one dtype.
 
-    The streams must have equal lengths, the weights first, with equal sizes of the tensors of one
+    The streams must have equal lengths, the weights first, with equal shapes of the tensors of one
     index. Return None otherwise, and for tensors that the kernel cannot read.
     """
     unknown = [stream for stream in streams if type(stream) is not Owned]
