@@ -139,3 +139,47 @@ def test_rejects_broken_checkpoint():
     schedule = PSchedule(an_optimizer(), [(0, 1.0)])
     with pytest.raises(ValueError, match="last_step must be a whole number >= 0, got -3"):
         schedule.load_state_dict({"last_step": -3})
+
+
+class TestGroupsAddedToAnAttachedOptimizer:
+    """`attach` writes the settings of a new group at the next step; others may read them first."""
+
+    @staticmethod
+    def attached():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+        pdecay.attach(optimizer, LP)
+        return optimizer
+
+    @staticmethod
+    def add(optimizer):
+        module = nn.Linear(2, 2, bias=False)
+        optimizer.add_param_group({"params": module.parameters()})
+        return module
+
+    def test_schedules_write_to_it(self):
+        optimizer = self.attached()
+        schedule = PSchedule(optimizer, [(0, 2.0), (1, 0.8)])
+        self.add(optimizer)
+        schedule.step()
+        assert ps(optimizer) == [0.8, 0.8]
+        self.add(optimizer)
+        PSchedule(optimizer, [(0, 1.5)])
+        LamSchedule(optimizer, [(0, 0.5)])
+        assert ps(optimizer) == [1.5] * 3
+        assert [group["decay_scale"] for group in optimizer.param_groups] == [0.5] * 3
+
+    def test_freeze_zeros_stops_its_decay(self):
+        optimizer = self.attached()
+        weight = self.add(optimizer).weight
+        pdecay.freeze_zeros(optimizer)
+        weight.grad = torch.zeros_like(weight)
+        before = weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(weight, before)
+
+    def test_doctor_and_sparsity_see_it(self):
+        optimizer = self.attached()
+        module = self.add(optimizer)
+        assert pdecay.sparsity(module, optimizer=optimizer).layers[0].decayed
+        optimizer = self.attached()
+        pdecay.doctor(self.add(optimizer), optimizer)

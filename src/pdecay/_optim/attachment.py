@@ -103,6 +103,13 @@ def attachment_of(optimizer: Optimizer) -> Attachment | None:
     return find_hooks(optimizer, Attachment)
 
 
+def complete_groups(optimizer: Optimizer) -> None:
+    """Write the settings of :func:`attach` to groups that were added since the last step."""
+    attachment = attachment_of(optimizer)
+    if attachment is not None:
+        attachment._write_settings()
+
+
 def is_decaying(optimizer: Optimizer) -> bool:
     """Return whether this optimizer's step applies p-norm weight decay."""
     inner = local_optimizer(optimizer)

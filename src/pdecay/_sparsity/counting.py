@@ -14,6 +14,7 @@ from pdecay._core.group_settings import decayed_params
 from pdecay._core.parameters import decays_by_default, has_transposed_weight, owners_of
 from pdecay._core.penalty import magnitude
 from pdecay._core.validation import check_number
+from pdecay._optim.attachment import complete_groups
 from pdecay._optim.hooks import unwrap
 from pdecay._utils.tables import ruled
 
@@ -141,6 +142,8 @@ def sparsity(
     _check_model("sparsity", model)
     threshold = check_number("threshold", threshold)
     inner = unwrap(optimizer)
+    if inner is not None:
+        complete_groups(inner)
     layers = []
     for param, owners in owners_of(model):
         decayed = _is_decayed(param, inner) if inner else decays_by_default(param, owners)

@@ -13,7 +13,7 @@ from torch.optim import Adam, Optimizer
 from pdecay._core.group_settings import Group, decayed_params, penalty_of, scale_of
 from pdecay._core.parameters import frozen_in, is_norm, owners_of
 from pdecay._core.penalty import Penalty, magnitude
-from pdecay._optim.attachment import is_decaying
+from pdecay._optim.attachment import complete_groups, is_decaying
 from pdecay._optim.hooks import unwrap
 from pdecay._sparsity.target import target_of
 
@@ -56,6 +56,7 @@ def doctor(model: nn.Module, optimizer: Optimizer) -> list[Finding]:
     optimizer = unwrap(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"doctor needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    complete_groups(optimizer)
     findings = [*_check_decay_acts(optimizer)]
     if not findings:
         findings += _check_zero_tensors(model, optimizer)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from pdecay._core.group_settings import Group, decayed_params
 from pdecay._core.penalty import as_penalty
-from pdecay._optim.attachment import attachment_of, is_decaying
+from pdecay._optim.attachment import attachment_of, complete_groups, is_decaying
 from pdecay._optim.hooks import check_not_local, unwrap
 
 # Too small to change a nonzero weight, and large enough to stay above 0 in single precision.
@@ -49,6 +49,7 @@ def decaying(optimizer: object, caller: str) -> Optimizer:
             f"{caller} needs an optimizer that decays (PAdam, PSGD, or one that pdecay.attach was "
             f"called on), got {type(optimizer).__name__}"
         )
+    complete_groups(inner)
     return inner
 
 

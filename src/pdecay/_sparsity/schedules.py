@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from pdecay._core.group_settings import Group
 from pdecay._core.validation import check_count, check_number
+from pdecay._optim.attachment import complete_groups
 from pdecay._sparsity.freezing import decaying
 
 Milestones = Sequence[tuple[int, float | Sequence[float]]]
@@ -76,6 +77,7 @@ class _Schedule:
         return f"{type(self).__name__}({points}{restart}, last_step={self.last_step})"
 
     def _decaying(self) -> list[Group]:
+        complete_groups(self.optimizer)
         return [group for group in self.optimizer.param_groups if group["decay"]]
 
     def _write(self) -> None:
