@@ -106,6 +106,20 @@ class TestResume:
         for asked in (0.9008, 0.9016):  # 576.5 rounds to 576
             SparsityTarget(padam(model), asked, STEPS)
 
+    def test_run_with_more_zeros_than_asked_for_continues(self):
+        model = build()
+        optimizer = padam(model)
+        SparsityTarget(optimizer, 0.5, STEPS)
+        train(model, optimizer, 20)
+        with torch.no_grad():  # as if by decay
+            weights(model)[0][:24] = 0
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = padam(model)
+        optimizer.load_state_dict(saved)
+        assert SparsityTarget(optimizer, 0.5, STEPS).last_step == 20
+        with pytest.raises(ValueError, match="already zero"):
+            SparsityTarget(padam(model), 0.5, STEPS)
+
     def test_state_is_plain_numbers(self):
         optimizer = padam(build())
         SparsityTarget(optimizer, 0.9, STEPS)

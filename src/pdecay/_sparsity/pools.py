@@ -74,15 +74,18 @@ class Pool:
             free = list(most)
         yield free, count
 
-    def check(self, floor: float) -> None:
-        """Raise ValueError if the target cannot be met."""
+    def check(self, floor: float, *, continues: bool) -> None:
+        """Raise ValueError if the target cannot be met.
+
+        A run that continues may have more zeros than asked for: some weights reach zero by decay.
+        """
         if self.target > 1 - floor:
             raise ValueError(
                 f"target {self.target:g} keeps less than floor={floor:g} of the weights; choose a "
                 f"target of at most {1 - floor:g} or a lower floor"
             )
         zeros, allowed = count_zeros(self.params), round(self.target * self.size)
-        if zeros > allowed + _TOLERANCE * self.size:
+        if zeros > allowed + _TOLERANCE * self.size and not continues:
             raise ValueError(
                 f"target {self.target:g} means {allowed} zeros, but {zeros} of the {self.size} "
                 "weights are already zero; choose a higher target"

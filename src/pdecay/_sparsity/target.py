@@ -152,8 +152,9 @@ class SparsityTarget:
             raise ValueError(
                 "SparsityTarget: the optimizer has no decayed weights that require a gradient"
             )
+        continues = any(group.get("target_sparsity") == self.target for group in self._groups())
         for pool in pools:
-            pool.check(self.floor)
+            pool.check(self.floor, continues=continues)
         complete_state(list(self._groups()), self.target, self._end)
         for hooks in self._hooks:
             hooks.register()
