@@ -314,6 +314,7 @@ def test_cache_below_another_users_folder_is_not_used(other_users_folder, monkey
     monkeypatch.delenv("PDECAY_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(other_users_folder))
     assert build._cache_folder() is None
+    assert not any(other_users_folder.iterdir())  # sudo keeps HOME: a folder of root would stay
 
 
 @pytest.mark.parametrize(("mode", "used"), [(0o777, False), (0o775, False), (0o1777, True)])
@@ -417,6 +418,18 @@ def test_extra_compiler_flags(tmp_path):
     assert output.count("unavailable: cannot compile step.c:") == 2
     output = run(TRY, tmp_path, PDECAY_CFLAGS="-O1")
     assert "unavailable" not in output
+
+
+def test_compiler_does_not_read_the_input_of_the_process(tmp_path):
+    code = "from pdecay._native import build; build._run(['cat'], '.'); print(input())"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input="line", capture_output=True, text=True, check=True)
+    assert done.stdout == "line\n"
+
+
+def test_cache_with_a_variable_of_the_loader_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("PDECAY_CACHE", str(tmp_path / "$LIB"))
+    assert build._cache_folder() is None
 
 
 def test_compiler_messages_that_are_not_utf8(tmp_path):

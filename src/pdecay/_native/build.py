@@ -230,6 +230,7 @@ def _run(command: list[str], folder: str) -> None:
         done = subprocess.run(
             command,
             env={**os.environ, "TMPDIR": folder, "LC_ALL": "C"},  # messages in English
+            stdin=subprocess.DEVNULL,  # a wrapper of the compiler must not read the user's input
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -324,6 +325,10 @@ def _cache_folder() -> Path | None:
         root = os.path.join(caches, "pdecay")
     try:
         folder = Path(os.path.realpath(os.path.expanduser(root)), "kernels")
+        if "$" in str(folder):  # the loader would replace $LIB and $PLATFORM
+            return None
+        if not _are_safe(path for path in folder.parents if path.exists()):
+            return None  # and create nothing in the home of the user who called sudo
         for path in (*reversed(folder.parents), folder):
             path.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
