@@ -16,7 +16,9 @@ from torch import Tensor
 
 from pdecay._core.group_settings import Group
 from pdecay._core.penalty import Penalty, as_penalty
+from pdecay._core.validation import check_number
 from pdecay._optim.engine import check_scalar, decay_rate
+from pdecay._optim.optimizers import check_weight_decay
 from pdecay._optim.steps import adam_step_, sgd_step_
 
 __all__ = ["padam", "psgd"]
@@ -68,8 +70,12 @@ def padam(
     state = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "state_steps": state_steps}
     state |= {"max_exp_avg_sqs": max_exp_avg_sqs} if amsgrad else {}
     _check_lengths(params, grads=grads, **state)
-    group = _group(decay, lr, foreach, fused)
-    group |= {"betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+    _check_leaves(params)
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        if not isinstance(check_scalar(name, beta), Tensor) and beta >= 1:
+            raise ValueError(f"{name} must be below 1, got {beta!r}")
+    group = _group(decay, lr, foreach, fused, weight_decay)
+    group |= {"betas": (beta1, beta2), "eps": check_number("eps", eps)}
     group |= {"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable}
     streams = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
     has_complex = any(map(torch.is_complex, params))
@@ -109,11 +115,12 @@ def psgd(
         tensor(0.8182)
     """
     _check_lengths(params, grads=grads)
-    if bool(momentum != 0):
+    _check_leaves(params)
+    if bool(check_scalar("momentum", momentum) != 0):
         _check_lengths(params, momentum_buffers=momentum_buffers)
-    group = _group(decay, lr, foreach, fused)
-    group |= {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-    group |= {"weight_decay": weight_decay, "maximize": maximize}
+    group = _group(decay, lr, foreach, fused, weight_decay)
+    group |= {"momentum": momentum, "dampening": check_number("dampening", dampening)}
+    group |= {"nesterov": nesterov, "maximize": maximize}
     rate = decay_rate(group, None)
     has_sparse_grad = any(grad.is_sparse for grad in grads)
     sgd_step_(params, grads, momentum_buffers, group, rate, {}, has_sparse_grad=has_sparse_grad)
@@ -129,8 +136,26 @@ def _check_lengths(params: Sequence[Any], **lists: Sequence[Any]) -> None:
             )
 
 
+def _check_leaves(params: Sequence[Tensor]) -> None:
+    """Raise a ValueError for results of other operations that autograd would differentiate.
+
+    The step is not recorded, so the gradient through it would be wrong, as if it did nothing.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if any(param.requires_grad and not param.is_leaf for param in params):
+        raise ValueError(
+            "a parameter requires a gradient and is the result of another operation: autograd "
+            "cannot differentiate through this step; pass param.detach()"
+        )
+
+
 def _group(
-    decay: Penalty | None, lr: float | Tensor, foreach: bool | None, fused: bool | None
+    decay: Penalty | None,
+    lr: float | Tensor,
+    foreach: bool | None,
+    fused: bool | None,
+    weight_decay: float | Tensor,
 ) -> Group:
     """Return the settings as they stand in an optimizer's ``param_groups``."""
     if fused and foreach:
@@ -138,4 +163,5 @@ def _group(
     penalty = as_penalty(decay)
     settings: dict[str, Any] = {"decay": penalty.pairs() if penalty else [], "decay_scale": 1.0}
     settings |= {"decay_lr": None, "decay_1d": True, "decay_auxiliary": []}
+    settings |= {"weight_decay": check_weight_decay(weight_decay)}
     return {"lr": check_scalar("lr", lr), "foreach": foreach, "fused": fused, **settings}

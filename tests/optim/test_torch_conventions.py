@@ -513,6 +513,45 @@ class TestFunctional:
         with pytest.raises(ValueError, match=f"{name} must have one entry .* 2 param.* {length}"):
             pdecay.functional.padam(**lists, max_exp_avg_sqs=[], **settings, **path)
 
+    def test_differentiating_through_the_step_is_refused(self):
+        """The step is not recorded: the gradient would be that of ``w.clone()`` alone."""
+
+        def loss(w):
+            w = w.clone()
+            pdecay.functional.psgd([w], [torch.ones(3)], [], decay=DECAY, lr=0.1)
+            return w.square().sum()
+
+        with pytest.raises(ValueError, match="cannot differentiate through this step"):
+            torch.func.grad(loss)(torch.ones(3))
+        with pytest.raises(ValueError, match="cannot differentiate through this step"):
+            loss(torch.ones(3, requires_grad=True))
+
+    @pytest.mark.parametrize(
+        ("key", "value", "rule"),
+        [
+            ("beta1", 1.0, "beta1 must be below 1, got 1.0"),
+            ("beta2", float("nan"), "beta2 must be finite and >= 0, got nan"),
+            ("eps", -1.0, "eps must be finite and >= 0, got -1.0"),
+            ("weight_decay", float("inf"), "weight_decay must be finite and >= 0, got inf"),
+            ("weight_decay", DECAY, "weight_decay is the L2 decay"),
+        ],
+    )
+    def test_padam_refuses_bad_numbers(self, key, value, rule):
+        w, g, m, v = ([torch.ones(2, 2)] for _ in range(4))
+        settings = {"decay": DECAY, "lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+        with pytest.raises((TypeError, ValueError), match=rule):
+            pdecay.functional.padam(w, g, m, v, [], [torch.ones(1)], **settings | {key: value})
+        assert torch.equal(w[0], torch.ones(2, 2))
+
+    @pytest.mark.parametrize("bad", [-1.0, float("nan"), "0.9"])
+    @pytest.mark.parametrize("key", ["momentum", "dampening"])
+    def test_psgd_refuses_bad_numbers(self, key, bad):
+        settings = {"decay": DECAY, "lr": 0.1} | {key: bad}
+        with pytest.raises((TypeError, ValueError), match=f"{key} must be .*got {bad!r}"):
+            pdecay.functional.psgd([torch.ones(2)], [torch.ones(2)], [None], **settings)
+        with pytest.raises((TypeError, ValueError), match=f"{key} must be .*got {bad!r}"):
+            pdecay.PSGD([torch.ones(2)], **{key: bad})
+
     def test_missing_maxima_and_buffers_are_refused(self):
         w, g, m, v = ([torch.ones(2, 2)] for _ in range(4))
         settings = {"decay": DECAY, "lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}

@@ -169,3 +169,9 @@ def test_rejects_other_objects_than_models(function):
 def test_model_without_parameters():
     with pytest.raises(ValueError, match="ReLU has no parameters"):
         pdecay.sparsity(nn.ReLU())
+
+
+def test_optimizer_of_a_wrong_type_raises():
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="optimizer must be a torch optimizer, got Linear"):
+        pdecay.sparsity(model, optimizer=model)

@@ -263,3 +263,17 @@ def test_rejects_auxiliaries_that_let_weights_leave_zero():
         SparsityTarget(optimizer, 0.9, STEPS)
     with pytest.raises(ValueError, match="zeros that stay"):
         freeze_zeros(optimizer)
+
+
+@pytest.mark.parametrize("per_layer", ["yes", 0.5, 1, {"0.weight": 0.5}], ids=str)
+def test_per_layer_of_a_wrong_type_raises(per_layer):
+    optimizer = PAdam(nn.Linear(4, 4).parameters())
+    with pytest.raises(TypeError, match="per_layer must be True, False or a mapping from tensors"):
+        SparsityTarget(optimizer, 0.5, 10, per_layer=per_layer)
+
+
+def test_optimizer_listed_twice_raises():
+    optimizer = PAdam(nn.Linear(4, 4).parameters())
+    for call in (lambda o: SparsityTarget(o, 0.5, 10), freeze_zeros):
+        with pytest.raises(ValueError, match="the list has an optimizer twice"):
+            call([optimizer, optimizer])

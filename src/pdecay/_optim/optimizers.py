@@ -195,7 +195,7 @@ class PAdam(_Decaying, AdamW):
             check_scalar("lr", lr),
             _check_betas(betas),
             check_number("eps", eps),
-            _check_weight_decay(weight_decay),  # type: ignore[arg-type]  # AdamW accepts a tensor
+            check_weight_decay(weight_decay),  # type: ignore[arg-type]  # AdamW accepts a tensor
             amsgrad,
             maximize=maximize,
             foreach=foreach,
@@ -288,8 +288,8 @@ class PSGD(_Decaying, SGD):
             groups_with_settings(params, defaults),
             check_scalar("lr", lr),
             check_scalar("momentum", momentum),  # type: ignore[arg-type]  # SGD accepts a tensor
-            dampening,
-            _check_weight_decay(weight_decay),
+            check_number("dampening", dampening),
+            check_weight_decay(weight_decay),
             nesterov,
             maximize=maximize,
             foreach=foreach,
@@ -333,7 +333,8 @@ def _check_betas(betas: object) -> tuple[float, float]:
     return betas[0], betas[1]
 
 
-def _check_weight_decay(weight_decay: Any) -> float | Tensor:
+def check_weight_decay(weight_decay: Any) -> float | Tensor:
+    """Return the L2 decay, a number or a tensor of one element, or raise an error."""
     if isinstance(weight_decay, Penalty):
         raise TypeError(
             f"weight_decay is the L2 decay, a number; pass the penalty as decay={weight_decay!r}"

@@ -143,6 +143,8 @@ def sparsity(
     threshold = check_number("threshold", threshold)
     inner = unwrap(optimizer)
     if inner is not None:
+        if not isinstance(inner, Optimizer):
+            raise TypeError(f"optimizer must be a torch optimizer, got {type(inner).__name__}")
         complete_groups(inner)
     layers = []
     for param, owners in owners_of(model):

@@ -59,6 +59,8 @@ def decaying_list(optimizer: object, caller: str) -> list[Optimizer]:
     optimizers = [decaying(one, caller) for one in given]
     if not optimizers:
         raise ValueError(f"{caller}: the list of optimizers is empty")
+    if len({*map(id, optimizers)}) < len(optimizers):
+        raise ValueError(f"{caller}: the list has an optimizer twice")
     return optimizers
 
 

@@ -121,8 +121,12 @@ def steered(group: Group) -> Iterator[tuple[int, Tensor]]:
 
 def check_per_layer(per_layer: PerLayer, groups: Iterable[Group]) -> None:
     """Raise an error if a mapping has bad targets or tensors that do not decay."""
-    if not isinstance(per_layer, Mapping):
+    if isinstance(per_layer, bool):
         return
+    if not isinstance(per_layer, Mapping) or not all(isinstance(w, Tensor) for w in per_layer):
+        raise TypeError(
+            f"per_layer must be True, False or a mapping from tensors to targets, got {per_layer!r}"
+        )
     for target in per_layer.values():
         check_target("a layer's target", target)
     decayed = {param for group in groups for param in decayed_params(group)}
