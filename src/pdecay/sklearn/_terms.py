@@ -20,7 +20,8 @@ Floats = NDArray[np.float64]
 
 _ROUNDING = 1 - 1e-12  # keeps a bound valid after rounding
 _SMALL_SHARE = 1e-3  # "practically zero" for p > 1, where no coefficient is exactly zero
-_BISECTIONS = 100
+_MOST_STEPS = 50
+_STEP_LIMIT = 1e-9  # Newton's method converges quadratically: the next step is exact
 
 
 class _CPenalty(ctypes.Structure):
@@ -126,19 +127,25 @@ class Terms:
     def conjugate_slope(self, u: Floats) -> Floats:
         """Return the t of the supremum ``sup_t u * t - R(t)``: the conjugate's derivative."""
         excess = np.clip(np.abs(u) - self.l1, 0.0, None)
-        # The supremum is where the derivative sum_k lam_k * t^(p_k - 1) equals the excess. No term
-        # is above the excess, which bounds t from above; the largest term is at least its share
-        # of it, which bounds t from below. The derivative increases, so bisection finds t.
         powers = [(p - 1, lam) for p, lam in self.pairs if p > 1]
-        high: Floats = np.min([(excess / lam) ** (1 / q) for q, lam in powers], axis=0)
+        # The supremum is where the derivative sum_k lam_k * t^(p_k - 1) equals the excess. No term
+        # is above the excess, which bounds t.
+        bound: Floats = np.min([(excess / lam) ** (1 / q) for q, lam in powers], axis=0)
         if len(powers) == 1:
-            return np.sign(u) * high
-        low = np.min([(excess / len(powers) / lam) ** (1 / q) for q, lam in powers], axis=0)
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            above = sum(lam * middle**q for q, lam in powers) > excess
-            low, high = np.where(above, low, middle), np.where(above, middle, high)
-        return np.sign(u) * high
+            return np.sign(u) * bound
+        # Newton's method in log t: the logarithm of the derivative is convex and increases there,
+        # so that the steps from the bound all go down.
+        t = bound
+        for _ in range(_MOST_STEPS):
+            with np.errstate(divide="ignore", invalid="ignore"):  # 0 / 0 where t is 0
+                parts = [lam * t**q / excess for q, lam in powers]
+                total = np.sum(parts, axis=0)
+                slope = sum(q * part for (q, _), part in zip(powers, parts, strict=True))
+                step = np.where(t > 0, total * np.log(total) / slope, 0.0)
+            t = t * np.exp(-step)
+            if not step.max(initial=0.0) > _STEP_LIMIT:
+                break
+        return np.sign(u) * t
 
 
 def jump(p: float) -> tuple[float, float]:
