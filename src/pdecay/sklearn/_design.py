@@ -141,6 +141,10 @@ class SingleDense:
         """Return ``X w``."""
         return np.asarray(self.x @ w)
 
+    def correlate(self, r: Singles) -> Singles:
+        """Return ``X' r``."""
+        return np.asarray(self.x.T @ r)
+
     def solve(
         self, weights: Singles, inverse: Inverse, right: Singles, accuracy: float, most: int
     ) -> tuple[Singles, Singles, bool]:
@@ -167,13 +171,17 @@ class SingleSparse:
         """Return ``X w``."""
         return np.asarray(self.x @ w - self.roots * (self.means @ w))
 
+    def correlate(self, r: Singles) -> Singles:
+        """Return ``X' r``."""
+        return np.asarray(self.transposed @ r - self.means * (self.roots @ r))
+
     def solve(
         self, weights: Singles, inverse: Inverse, right: Singles, accuracy: float, most: int
     ) -> tuple[Singles, Singles, bool]:
         """Solve ``(I + X diag(weights) X') x = right`` as :func:`conjugate_gradients` does."""
 
         def product(u: Singles) -> tuple[Singles, Singles]:
-            sums = np.asarray(self.transposed @ u - self.means * (self.roots @ u))
+            sums = self.correlate(u)
             return self.times(weights * sums), sums
 
         return conjugate_gradients(product, inverse, right, accuracy, most)

@@ -10,19 +10,24 @@ system with the matrix ``I + X diag(W) X'``, which has one row for each sample.
 - If some p is at most 2, the second equation is kept exact: ``w_j`` is the derivative of the
   conjugate R* at ``x_j' t``. This is Newton's method for the dual problem, the minimum of
   ``||t||^2 / 2 - y' t + sum_j R*(x_j' t)``, with a line search.
-- If every p is above 2, that derivative is infinitely steep at zero. The second equation is then
-  linearised as it stands, and w is updated beside t.
+- If every p is above 2, that derivative is infinitely steep at zero. Then w and ``u = X' t`` are
+  both linearised. A step that leads to the pair ``(w_j, u_j)`` is followed by the projection to the
+  pair with the same ``w_j + u_j / c`` that satisfies the second equation: ``w_j`` is the prox of
+  ``w_j + u_j / c``. This is much closer to the solution where a small coefficient changes by more
+  than its own size.
 
-Early steps compute in single precision. Double precision follows when rounding errors matter.
+Products with X are computed in single precision, of changes only. They are computed again in double
+precision when the sum of the rounding errors could matter.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from pdecay.sklearn._design import Design
+from pdecay.sklearn._kernels import kernels
 from pdecay.sklearn._systems import Systems
 from pdecay.sklearn._terms import Floats, Terms
 
@@ -33,9 +38,10 @@ _DECREASE = 1e-4  # of the decrease that the slope promises
 _ROUNDING = 1e-14
 _ACCURACY = 0.1  # of the first linear systems; the later ones are more accurate
 _NEAR = 4  # times the limit from which on the coordinate steps are computed
-_TARGET = 1  # accuracy of the last linear systems, relative to the limit
-_SINGLE = 1e-5  # accuracy, relative to y, from which on single precision is not enough
-_LEAST_CURVATURE = 3e-4  # for p > 2, relative to the column norms: R'' is zero at zero
+_TARGET = 2  # accuracy of the last linear systems, relative to the limit
+_SINGLE = 1e-6  # relative error of a product in single precision
+_EXACT = 100  # residuals are at least this many times larger than the sum of their errors
+_LEAST_CURVATURE = 0.05  # for p > 2, relative to the mean: R'' is zero at zero
 
 
 class Point(NamedTuple):
@@ -73,56 +79,86 @@ def minimise(
     dual = terms.smallest_p <= 2
     used = design.norms > 0
     roots = np.sqrt(np.where(used, design.norms, 1.0))
-    least = 0.0 if dual else _LEAST_CURVATURE * design.norms
     scale = float(np.linalg.norm(y))
     # For p > 2 conjugate gradients converge slowly with fewer features than samples.
     systems = Systems(design, iterate=dual or design.shape[1] >= design.shape[0])
-    precise = bool(w.any())  # whether double precision is needed; a given w may be accurate
-    t, u = _start(design, y, correlation, terms, w)
-    w = np.where(used, terms.conjugate_slope(u), 0.0)
-    size = np.inf
+    t, u, w = _start(design, systems, y, correlation, terms, w)
+    s, middle = y, np.zeros_like(w)  # s = y - X middle, up to `error`
+    error = size = np.inf
     for steps in range(min(most_steps, _MOST_STEPS) + 1):
-        if precise and size > _SINGLE * scale:  # the last step of u had rounding errors
+        curvature, mismatch, following = _linearise(terms, w, u, dual)
+        change = systems.times(following - middle)
+        s, middle, before, size = s - change, following, size, float(np.linalg.norm(s - change - t))
+        error = _SINGLE * scale if steps == 0 else error + _SINGLE * float(np.linalg.norm(change))
+        if size <= _EXACT * error:
             u = design.correlate(t)
             w = np.where(used, terms.conjugate_slope(u), 0.0) if dual else w
-        mismatch = np.zeros_like(w) if dual else np.where(used, terms.slope(w) - u, 0.0)
-        weights = _inverse_curvature(terms, w, least)
-        middle = w - weights * mismatch
-        right = (design.residual(y, middle) if precise else y - systems.times(middle)) - t
-        size = float(np.linalg.norm(right))
+            curvature, mismatch, middle = _linearise(terms, w, u, dual)
+            s, error = design.residual(y, middle), 0.0
+            size = float(np.linalg.norm(s - t))
         left = size + float(np.abs(mismatch / roots).max(initial=0.0))
         if left <= _NEAR * limit or steps == most_steps:
-            r = right + t if dual and precise else design.residual(y, w)
-            q = design.correlate(r)
+            r = design.residual(y, w)
+            q = u + systems.correlate(r - t)
             # A coordinate step is at most the gradient divided by sqrt(L_j).
             if np.abs((terms.slope(w) - q)[used] / roots[used]).max(initial=0.0) <= limit:
                 return Point(w, r, q), steps
-        accuracy = max(min(_ACCURACY, size / scale), min(_TARGET * limit / (size or 1.0), 0.5))
-        precise = precise or accuracy * size <= _SINGLE * scale
-        step, change = systems.solve(weights, right, accuracy)
         if not np.isfinite(left):
             break
+        if dual:  # quadratic convergence
+            accuracy = size / scale
+        else:
+            accuracy = (size / before) ** 1.5 if steps else 1.0
+        accuracy = max(min(_ACCURACY, accuracy), min(_TARGET * limit / (size or 1.0), 0.5))
+        step, products = systems.solve(1 / curvature, s - t, accuracy)
+        error += _SINGLE * float(np.linalg.norm(step))
         if dual:
-            found = _line_search(y, terms, (t, u, w), (step, change), -float(right @ step))
+            found = _line_search(y, terms, (t, u, w), (step, products), -float((s - t) @ step))
             if found is None:
                 break
             t, u, w = found
         else:
-            t, u, w = t + step, u + change, w + weights * (change - mismatch)
+            t, u = t + step, u + products
+            c = np.full_like(w, curvature.mean())
+            w = kernels().prox(terms, w + (products - mismatch) / curvature + u / c, 1 / c)
         w = np.where(used, w, 0.0)
     r = design.residual(y, w)
     return Point(w, r, design.correlate(r)), steps
 
 
-def _start(
-    design: Design, y: Floats, correlation: Floats, terms: Terms, w: Floats
-) -> tuple[Floats, Floats]:
-    """Return the multiple t of the residual with the lowest dual objective, and ``X' t``.
+def _linearise(terms: Terms, w: Floats, u: Floats, dual: bool) -> tuple[Floats, Floats, Floats]:
+    """Return the curvature of R at w, ``R'(w) - u`` and the w at which the linearised R' is u."""
+    curvature = terms.curvature(w)
+    if dual:
+        return curvature, np.zeros_like(w), w
+    curvature = np.maximum(curvature, _LEAST_CURVATURE * curvature.mean())
+    mismatch = terms.slope(w) - u
+    return curvature, mismatch, w - mismatch / curvature
 
-    Near p = 1 the conjugate is a large power, which overflows for the residual itself.
-    """
+
+def _start(
+    design: Design, systems: Systems, y: Floats, correlation: Floats, terms: Terms, w: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Return the first t, ``X' t`` and w."""
     t = design.residual(y, w) if w.any() else y
     u = design.correlate(t) if w.any() else correlation
+    if terms.smallest_p <= 2:
+        share = _lowest_multiple(y, terms, t, u)
+        return share * t, share * u, np.where(design.norms > 0, terms.conjugate_slope(share * u), 0.0)
+    if w.any():
+        return t, u, w
+    # Ridge regression with the curvature of R at coefficients of equal size that explain y.
+    size = np.linalg.norm(y) / np.sqrt(design.norms.sum())
+    curvature = np.full_like(w, terms.slope(np.array([size]))[0] / size)
+    t, u = systems.solve(1 / curvature, y, _ACCURACY)
+    return t, u, u / curvature
+
+
+def _lowest_multiple(y: Floats, terms: Terms, t: Floats, u: Floats) -> float:
+    """Return the share of t, with ``u = X' t``, that has the lowest dual objective.
+
+    Near p = 1 the conjugate is a large power, which overflows for t itself.
+    """
     square, product = float(t @ t), float(y @ t)
     best, lowest, share = 1.0, np.inf, 1.0
     with np.errstate(over="ignore", invalid="ignore"):
@@ -133,14 +169,7 @@ def _start(
             if np.isfinite(value):
                 best, lowest = share, value
             share /= _SHRINK
-    return best * t, best * u
-
-
-def _inverse_curvature(terms: Terms, w: Floats, least: Any) -> Floats:
-    """Return ``1 / max(R''(w), least)``; 0 where R'' is infinite at zero."""
-    with np.errstate(divide="ignore"):
-        inverse = 1 / np.maximum(terms.curvature(w), least)
-    return np.where(np.isfinite(inverse), inverse, 0.0)
+    return best
 
 
 def _line_search(

@@ -47,7 +47,15 @@ class Systems:
 
     def times(self, w: Floats) -> Floats:
         """Return ``X w`` in single precision."""
-        return np.asarray(self.x.times((w * self.scale).astype(np.float32)), dtype=np.float64)
+        size = float(np.abs(w).max(initial=0.0)) or 1.0  # so that small numbers do not underflow
+        products = self.x.times((w / size).astype(np.float32))
+        return np.asarray(products, dtype=np.float64) * (size * self.scale)
+
+    def correlate(self, r: Floats) -> Floats:
+        """Return ``X' r`` in single precision."""
+        size = float(np.linalg.norm(r)) or 1.0  # so that small numbers do not underflow
+        products = self.x.correlate((r / size).astype(np.float32))
+        return np.asarray(products, dtype=np.float64) * (size * self.scale)
 
     def solve(self, weights: Floats, right: Floats, accuracy: float) -> tuple[Floats, Floats]:
         """Return a solution x and ``X' x``.
