@@ -144,9 +144,10 @@ static double minimiser(const penalty *pen, double x, double t, double cut, doub
     return size <= cut ? 0.0 : copysign(prox(pen, size, t, fabs(w)), x);
 }
 
+/* `result` has guesses of the results, or zeros. */
 void bridge_prox(int64_t n, const double *x, const double *t, const penalty *pen, double *result)
 {
-    for (int64_t i = 0; i < n; i++) result[i] = minimiser(pen, x[i], t[i], 0, 0);
+    for (int64_t i = 0; i < n; i++) result[i] = minimiser(pen, x[i], t[i], 0, result[i]);
 }
 
 /* steps[j] = sqrt(L_j) * |change of w_j by one coordinate step|; q = X' r. */

@@ -38,8 +38,8 @@ class CompiledKernels(PythonKernels):
         for name in ("prox", "steps", "scale", "sparse_products", "sparse_gram"):
             getattr(self._library, f"bridge_{name}").restype = None
 
-    def prox(self, terms: Terms, x: Floats, t: Floats) -> Floats:
-        result = np.empty_like(x)
+    def prox(self, terms: Terms, x: Floats, t: Floats, start: Floats | None = None) -> Floats:
+        result = np.zeros_like(x) if start is None else start.copy()
         self._library.bridge_prox(_int(len(x)), _of(x), _of(t), _penalty(terms), _of(result))
         return result
 

@@ -25,10 +25,11 @@ _STEP_LIMIT = 1e-9
 class PythonKernels:
     """Coordinate descent in Python; the methods are those of :class:`CompiledKernels`."""
 
-    def prox(self, terms: Terms, x: Floats, t: Floats) -> Floats:
-        """Return ``argmin_u t * R(u) + (u - x)^2 / 2`` elementwise."""
-        pairs = zip(x.tolist(), t.tolist(), strict=True)
-        return np.array([math.copysign(prox(terms, abs(a), b, 0.0), a) for a, b in pairs])
+    def prox(self, terms: Terms, x: Floats, t: Floats, start: Floats | None = None) -> Floats:
+        """Return ``argmin_u t * R(u) + (u - x)^2 / 2`` elementwise; `start` has guesses of it."""
+        guesses = np.zeros_like(x) if start is None else np.abs(start)
+        rows = zip(x.tolist(), t.tolist(), guesses.tolist(), strict=True)
+        return np.array([math.copysign(prox(terms, abs(a), b, guess), a) for a, b, guess in rows])
 
     def steps(self, terms: Terms, norms: Floats, cut: Floats, w: Floats, q: Floats) -> Floats:
         """Return ``sqrt(norm) * |change|`` of one coordinate step, for each coordinate."""

@@ -120,7 +120,8 @@ def minimise(
         else:
             t, u = t + step, u + products
             c = np.full_like(w, curvature.mean())
-            w = kernels().prox(terms, w + (products - mismatch) / curvature + u / c, 1 / c)
+            moved = w + (products - mismatch) / curvature
+            w = kernels().prox(terms, moved + u / c, 1 / c, moved)
         w = np.where(used, w, 0.0)
     r = design.residual(y, w)
     return Point(w, r, design.correlate(r)), steps
