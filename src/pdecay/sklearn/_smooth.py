@@ -22,7 +22,7 @@ precision when the sum of the rounding errors could matter.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,7 @@ _HALVINGS = 30
 _DECREASE = 1e-4  # of the decrease that the slope promises
 _ROUNDING = 1e-14
 _ACCURACY = 0.1  # of the first linear systems; the later ones are more accurate
+_POWER = 1.5  # for p > 2: power of the last decrease that is the accuracy of the next system
 _NEAR = 4  # times the limit from which on the coordinate steps are computed
 _TARGET = 2  # accuracy of the last linear systems, relative to the limit
 _SINGLE = 1e-6  # relative error of a product in single precision
@@ -76,6 +77,8 @@ def minimise(
         The last coefficients and the number of steps. If no step is possible or there are too
         many, they are not yet the minimum.
     """
+    if not correlation.any():  # zero is the minimum
+        return Point(np.zeros_like(w), y, correlation), 0
     dual = terms.smallest_p <= 2
     used = design.norms > 0
     roots = np.sqrt(np.where(used, design.norms, 1.0))
@@ -84,31 +87,29 @@ def minimise(
     systems = Systems(design, iterate=dual or design.shape[1] >= design.shape[0])
     t, u, w = _start(design, systems, y, correlation, terms, w)
     s, middle = y, np.zeros_like(w)  # s = y - X middle, up to `error`
-    error = size = np.inf
+    error, size = _SINGLE * scale, 0.1 * scale
     for steps in range(min(most_steps, _MOST_STEPS) + 1):
-        curvature, mismatch, following = _linearise(terms, w, u, dual)
+        curvature, mismatch, following = _linearise(terms, w, u, used)
         change = systems.times(following - middle)
         s, middle, before, size = s - change, following, size, float(np.linalg.norm(s - change - t))
-        error = _SINGLE * scale if steps == 0 else error + _SINGLE * float(np.linalg.norm(change))
+        error += _SINGLE * float(np.linalg.norm(change))
         if size <= _EXACT * error:
             u = design.correlate(t)
             w = np.where(used, terms.conjugate_slope(u), 0.0) if dual else w
-            curvature, mismatch, middle = _linearise(terms, w, u, dual)
+            curvature, mismatch, middle = _linearise(terms, w, u, used)
             s, error = design.residual(y, middle), 0.0
             size = float(np.linalg.norm(s - t))
         left = size + float(np.abs(mismatch / roots).max(initial=0.0))
         if left <= _NEAR * limit or steps == most_steps:
             r = design.residual(y, w)
-            q = u + systems.correlate(r - t)
+            q = design.correlate(r)
             # A coordinate step is at most the gradient divided by sqrt(L_j).
             if np.abs((terms.slope(w) - q)[used] / roots[used]).max(initial=0.0) <= limit:
                 return Point(w, r, q), steps
         if not np.isfinite(left):
             break
-        if dual:  # quadratic convergence
-            accuracy = size / scale
-        else:
-            accuracy = (size / before) ** 1.5 if steps else 1.0
+        # Newton's method converges quadratically on the dual problem, and more slowly for p > 2.
+        accuracy = size / scale if dual else (size / before) ** _POWER
         accuracy = max(min(_ACCURACY, accuracy), min(_TARGET * limit / (size or 1.0), 0.5))
         step, products = systems.solve(1 / curvature, s - t, accuracy)
         error += _SINGLE * float(np.linalg.norm(step))
@@ -127,13 +128,15 @@ def minimise(
     return Point(w, r, design.correlate(r)), steps
 
 
-def _linearise(terms: Terms, w: Floats, u: Floats, dual: bool) -> tuple[Floats, Floats, Floats]:
+def _linearise(terms: Terms, w: Floats, u: Floats, used: Any) -> tuple[Floats, Floats, Floats]:
     """Return the curvature of R at w, ``R'(w) - u`` and the w at which the linearised R' is u."""
-    curvature = terms.curvature(w)
-    if dual:
+    with np.errstate(divide="ignore"):  # infinite at zero for p < 2
+        curvature = terms.curvature(w)
+    if terms.smallest_p <= 2:  # w is exact
         return curvature, np.zeros_like(w), w
-    curvature = np.maximum(curvature, _LEAST_CURVATURE * curvature.mean())
-    mismatch = terms.slope(w) - u
+    least = _LEAST_CURVATURE * curvature.mean() + np.finfo(float).tiny
+    curvature = np.maximum(curvature, least)
+    mismatch = np.where(used, terms.slope(w) - u, 0.0)
     return curvature, mismatch, w - mismatch / curvature
 
 
@@ -145,14 +148,15 @@ def _start(
     u = design.correlate(t) if w.any() else correlation
     if terms.smallest_p <= 2:
         share = _lowest_multiple(y, terms, t, u)
-        return share * t, share * u, np.where(design.norms > 0, terms.conjugate_slope(share * u), 0.0)
-    if w.any():
-        return t, u, w
-    # Ridge regression with the curvature of R at coefficients of equal size that explain y.
-    size = np.linalg.norm(y) / np.sqrt(design.norms.sum())
-    curvature = np.full_like(w, terms.slope(np.array([size]))[0] / size)
-    t, u = systems.solve(1 / curvature, y, _ACCURACY)
-    return t, u, u / curvature
+        t, u = share * t, share * u
+        w = terms.conjugate_slope(u)
+    elif not w.any():
+        # Ridge regression with the curvature of R at coefficients of equal size that explain y.
+        size = np.linalg.norm(y) / np.sqrt(design.norms.sum())
+        curvature = terms.slope(np.array([size])) / size
+        t, u = systems.solve(np.full_like(w, 1 / curvature[0]), y, _ACCURACY)
+        w = u / curvature
+    return t, u, np.where(design.norms > 0, w, 0.0)
 
 
 def _lowest_multiple(y: Floats, terms: Terms, t: Floats, u: Floats) -> float:
@@ -161,16 +165,24 @@ def _lowest_multiple(y: Floats, terms: Terms, t: Floats, u: Floats) -> float:
     Near p = 1 the conjugate is a large power, which overflows for t itself.
     """
     square, product = float(t @ t), float(y @ t)
-    best, lowest, share = 1.0, np.inf, 1.0
+    if len(terms.pairs) == 1:  # the conjugate is a power of the share
+        ((p, lam),) = terms.pairs
+        unit = lam / (float(np.abs(u).max()) or 1.0)
+        at_unit = terms.conjugate(unit * u).sum()
+    best, lowest, share = 1.0, np.inf, np.float64(1.0)  # a power of it may overflow
     with np.errstate(over="ignore", invalid="ignore"):
         for _ in range(_MOST_SHRINKS):
-            value = share**2 * square / 2 - share * product + terms.conjugate(share * u).sum()
+            if len(terms.pairs) == 1:
+                conjugate = at_unit * (share / unit) ** (p / (p - 1))
+            else:
+                conjugate = terms.conjugate(share * u).sum()
+            value = share**2 * square / 2 - share * product + conjugate
             if value > lowest:  # the objective is convex
                 break
             if np.isfinite(value):
                 best, lowest = share, value
             share /= _SHRINK
-    return best
+    return float(best)
 
 
 def _line_search(

@@ -120,7 +120,8 @@ class Systems:
         single = gram.dtype == np.float32
         correlate = self.correlate if single else self.design.correlate
         scaled = (roots * self.scale).astype(np.float32) if single else roots
-        matrix = scaled[:, None] * gram * scaled
+        matrix = gram * scaled
+        matrix *= scaled[:, None]
         matrix.flat[:: d + 1] += 1
         inner = roots * _solve_positive(matrix, (roots * correlate(right)).astype(gram.dtype))
         x = right - self.times(inner) if single else self.design.residual(right, inner)
