@@ -60,6 +60,32 @@ def test_prox_of_a_sum_equals_the_exact_prox(kernels, penalty):
     np.testing.assert_allclose(found, penalty_prox(penalty, x, rate), rtol=1e-13, atol=0)
 
 
+@pytest.mark.parametrize("p", [0.3, 0.5, 1.1, 2.5, 4])
+def test_prox_does_not_depend_on_the_guess(kernels, p):
+    x, ones = magnitudes(), np.ones(400)
+    exact = kernels.prox(Terms(Lp(p, 0.1)), x, ones)
+    for guess in (exact, x, 1e-3 * x, -x):
+        found = kernels.prox(Terms(Lp(p, 0.1)), x, ones, guess)
+        np.testing.assert_allclose(found, exact, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        Lp(1.5, 0.3) + Lp(2, 2),
+        Lp(1.2, 3) + Lp(4, 0.01),
+        Lp(1, 1) + Lp(1.3, 0.1) + Lp(2.5, 1) + Lp(6, 1),
+    ],
+    ids=str,
+)
+def test_slope_of_the_conjugate_inverts_the_slope(penalty):
+    terms, u = Terms(penalty), magnitudes()
+    t = terms.conjugate_slope(u)
+    inside = np.abs(u) <= terms.l1
+    assert not t[inside].any()
+    np.testing.assert_allclose(terms.slope(t)[~inside], u[~inside], rtol=1e-9)
+
+
 @pytest.mark.parametrize("penalty", [*(Lp(p, 0.3) for p in NORMS), *SUMS], ids=str)
 def test_prox_is_zero_up_to_the_cut(kernels, penalty):
     norms = np.geomspace(1e-3, 1e3, 50)

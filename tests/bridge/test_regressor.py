@@ -255,12 +255,35 @@ def test_large_offsets_do_not_matter():
     np.testing.assert_allclose(far.coef_, near.coef_, atol=1e-6)
 
 
-def test_constant_target_gives_zeros():
+@pytest.mark.parametrize("p", [0.5, 1.5, 3, 10])
+@pytest.mark.parametrize("value", [4.0, 0.1])  # the mean of many 0.1 is rounded
+def test_constant_target_gives_zeros(p, value):
     x, _, _ = regression()
-    model = BridgeRegressor(0.5, 0.1).fit(x, np.full(len(x), 4.0))
-    assert not model.coef_.any()
-    assert model.intercept_ == pytest.approx(4.0)
+    model = BridgeRegressor(p, 0.1).fit(x, np.full(len(x), value))
+    np.testing.assert_allclose(model.coef_, 0.0, atol=1e-12)
+    assert model.intercept_ == pytest.approx(value)
     assert model.n_iter_ >= 1
+
+
+def test_target_orthogonal_to_the_features_gives_zeros():
+    x = np.vstack([np.eye(20), np.zeros((5, 20))])
+    y = np.r_[np.zeros(20), np.ones(5)]
+    for p in (1.5, 2.5):
+        model = BridgeRegressor(p, 0.1, fit_intercept=False).fit(x, y)
+        assert not model.coef_.any()
+        assert model.optimality_ == 0
+
+
+@pytest.mark.parametrize("penalty", [Lp(2.5, 0.1) + Lp(4, 0.1), Lp(3, 0.1), Lp(6, 0.01)], ids=str)
+@pytest.mark.parametrize("shape", [(60, 150), (150, 60)])
+def test_warm_start_with_zeros_above_p_2_reaches_the_minimum(penalty, shape):
+    x, y, _ = regression(*shape)
+    cold = BridgeRegressor(penalty=penalty).fit(x, y)
+    warm = BridgeRegressor(1, 0.1, warm_start=True).fit(x, y)
+    assert (warm.coef_ == 0).any()
+    warm.set_params(penalty=penalty).fit(x, y)
+    assert warm.objective_ == pytest.approx(cold.objective_, rel=1e-9)
+    assert abs(warm.dual_gap_) <= 1e-8 * warm.objective_
 
 
 def test_too_few_sweeps_warn_with_advice():

@@ -22,8 +22,8 @@ _FACTORISATION = 8  # iterations / rows at which a factorisation takes as long
 _MOST_HEAVY = 128  # features in the preconditioner
 _SMALL = 1e-8
 # The eigenvalues of the matrix are at least 1. Up to this trace of the rest, the rounding errors of
-# single precision change them by less than 10 %.
-_SINGLE_TRACE = 1e6
+# single precision change them by less than 1 %.
+_SINGLE_TRACE = 1e5
 
 
 class Systems:
@@ -118,14 +118,14 @@ class Systems:
         roots = np.sqrt(weights)
         gram = self._gram(weights)
         single = gram.dtype == np.float32
-        correlate = self.correlate if single else self.design.correlate
+        products = self.correlate(right) if single else self.design.correlate(right)
         scaled = (roots * self.scale).astype(np.float32) if single else roots
         matrix = gram * scaled
         matrix *= scaled[:, None]
         matrix.flat[:: d + 1] += 1
-        inner = roots * _solve_positive(matrix, (roots * correlate(right)).astype(gram.dtype))
+        inner = roots * _solve_positive(matrix, (roots * products).astype(gram.dtype))
         x = right - self.times(inner) if single else self.design.residual(right, inner)
-        return x, correlate(x)
+        return x, self.design.correlate(x)
 
     def _gram(self, weights: Floats) -> Any:
         """Return ``X' X``, in single precision if its rounding errors are small enough.
