@@ -22,7 +22,7 @@ precision when the sum of the rounding errors could matter.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,7 +42,8 @@ _NEAR = 4  # times the limit from which on the coordinate steps are computed
 _TARGET = 2  # accuracy of the last linear systems, relative to the limit
 _SINGLE = 1e-6  # relative error of a product in single precision
 _EXACT = 100  # residuals are at least this many times larger than the sum of their errors
-_LEAST_CURVATURE = 0.05  # for p > 2, relative to the mean: R'' is zero at zero
+# For p > 2, where R'' is zero at zero: least curvature, relative to its mean and to the mean L_j.
+_LEAST_CURVATURE, _FLAT = 0.05, 1e-12
 
 
 class Point(NamedTuple):
@@ -89,14 +90,14 @@ def minimise(
     s, middle = y, np.zeros_like(w)  # s = y - X middle, up to `error`
     error, size = _SINGLE * scale, 0.1 * scale
     for steps in range(min(most_steps, _MOST_STEPS) + 1):
-        curvature, mismatch, following = _linearise(terms, w, u, used)
+        curvature, mismatch, following = _linearise(terms, w, u, design.norms)
         change = systems.times(following - middle)
         s, middle, before, size = s - change, following, size, float(np.linalg.norm(s - change - t))
         error += _SINGLE * float(np.linalg.norm(change))
         if size <= _EXACT * error:
             u = design.correlate(t)
             w = np.where(used, terms.conjugate_slope(u), 0.0) if dual else w
-            curvature, mismatch, middle = _linearise(terms, w, u, used)
+            curvature, mismatch, middle = _linearise(terms, w, u, design.norms)
             s, error = design.residual(y, middle), 0.0
             size = float(np.linalg.norm(s - t))
         left = size + float(np.abs(mismatch / roots).max(initial=0.0))
@@ -128,15 +129,15 @@ def minimise(
     return Point(w, r, design.correlate(r)), steps
 
 
-def _linearise(terms: Terms, w: Floats, u: Floats, used: Any) -> tuple[Floats, Floats, Floats]:
+def _linearise(terms: Terms, w: Floats, u: Floats, norms: Floats) -> tuple[Floats, Floats, Floats]:
     """Return the curvature of R at w, ``R'(w) - u`` and the w at which the linearised R' is u."""
     with np.errstate(divide="ignore"):  # infinite at zero for p < 2
         curvature = terms.curvature(w)
     if terms.smallest_p <= 2:  # w is exact
         return curvature, np.zeros_like(w), w
-    least = _LEAST_CURVATURE * curvature.mean() + np.finfo(float).tiny
+    least = max(_LEAST_CURVATURE * curvature.mean(), _FLAT * norms.mean())
     curvature = np.maximum(curvature, least)
-    mismatch = np.where(used, terms.slope(w) - u, 0.0)
+    mismatch = np.where(norms > 0, terms.slope(w) - u, 0.0)
     return curvature, mismatch, w - mismatch / curvature
 
 
@@ -153,8 +154,8 @@ def _start(
     elif not w.any():
         # Ridge regression with the curvature of R at coefficients of equal size that explain y.
         size = np.linalg.norm(y) / np.sqrt(design.norms.sum())
-        curvature = terms.slope(np.array([size])) / size
-        t, u = systems.solve(np.full_like(w, 1 / curvature[0]), y, _ACCURACY)
+        curvature = max(terms.slope(np.array([size]))[0] / size, _FLAT * design.norms.mean())
+        t, u = systems.solve(np.full_like(w, 1 / curvature), y, _ACCURACY)
         w = u / curvature
     return t, u, np.where(design.norms > 0, w, 0.0)
 
