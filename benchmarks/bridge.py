@@ -5,9 +5,9 @@
     python benchmarks/bridge.py recovery     # one part: solvers, designs, norms or recovery
     python benchmarks/bridge.py figure       # draw from the record
 
-The constants of the solver were tuned on seeds 0 to 19 and 5200 to 5203 of `problem`, and one of
-them (`_INNER`) on seeds 300 to 308 of the other kinds of features as well. All numbers that are
-reported come from other seeds.
+The constants of the solver were tuned on seeds 0 to 19, 2500 to 3300, 5200 to 5203 and 6000 to 6300
+of `problem`, and one of them (`_INNER`) on seeds 300 to 308 of the other kinds of features as well.
+All numbers that are reported come from other seeds.
 
 Times are CPU seconds of this process on one thread, so that other processes matter less.
 Results are written to benchmarks/records/bridge.json, the figure to docs/_static/bridge.png.
