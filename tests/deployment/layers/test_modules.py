@@ -491,3 +491,13 @@ def test_functional_call_uses_the_given_buffers(monkeypatch, has_kernel):
         values = sparse[0].values.clone().requires_grad_()
         torch.func.functional_call(sparse, {"0.values": values}, x.clone()).sum().backward()
         assert values.grad is not None
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", [(9,), (8, 2), ()])
+def test_bias_of_another_shape_is_rejected(shape):
+    sparse = SparseLinear(dense_linear(16, 8))
+    sparse.bias = torch.zeros(shape)
+    sparse._reset()
+    with pytest.raises(ValueError, match="are not the non-zeros"):
+        sparse(torch.randn(5, 16))

@@ -89,3 +89,26 @@ def test_elementwise_operators_are_allowed(name):
 @pytest.mark.parametrize("name", ["relu_.default", "index_put_.default", "add_.Tensor"])
 def test_in_place_operators_are_allowed(name):
     assert str(find_operator(f"aten.{name}")) == f"aten.{name}"
+
+
+@pytest.mark.parametrize("options", [{"size": (9, 5)}, {"scale_factor": (1.7, 0.6)}])
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic", "antialias"])
+def test_upsampling(tmp_path, mode, options):
+    class Upsampling(nn.Module):
+        def forward(self, x):
+            antialias = mode == "antialias"
+            how = "bilinear" if antialias else mode
+            return nn.functional.interpolate(x, **options, mode=how, antialias=antialias)
+
+    x = torch.randn(2, 3, 7, 7)
+    pdecay.save(Upsampling(), tmp_path / "m.safetensors", example_inputs=x)
+    torch.testing.assert_close(pdecay.load(tmp_path / "m.safetensors")(x), Upsampling()(x))
+
+
+@pytest.mark.parametrize(
+    "name", ["upsample_nearest2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa"]
+)
+def test_upsampling_with_size_and_scales_is_rejected(name):
+    """Torch reads foreign memory if the scales do not fit the output's size."""
+    with pytest.raises(ValueError, match="must not call"):
+        find_operator(f"aten.{name}.default")

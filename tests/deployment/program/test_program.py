@@ -235,6 +235,40 @@ def test_malicious_programs_are_rejected():
             restore(_changed(captured.program, calls=calls), captured.tensors, 10**6)
 
 
+@pytest.mark.parametrize("value", [4, 10**6, {"n": 0}, {"dtype": "float32"}])
+def test_memory_formats_must_be_constants(value):
+    """Torch takes any integer as a memory format, and crashes if there is none of this number."""
+    captured = capture(nn.Linear(4, 2), Inputs.of(torch.randn(2, 4)))
+    call = ["aten.clone.default", [{"n": 2}], {"memory_format": value}]
+    with pytest.raises(ValueError, match="the program is damaged: memory_format of"):
+        restore(_changed(captured.program, calls=[call]), captured.tensors, 10**6)
+    call[1].append(call[2].pop("memory_format"))  # as a positional argument
+    with pytest.raises(ValueError, match=r"the program is damaged|at most 1 positional"):
+        restore(_changed(captured.program, calls=[call]), captured.tensors, 10**6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stride": [-1, 1]},
+        {"stride": [0, 1]},
+        {"dilation": [1, -3]},
+        {"padding": [-1, 0]},
+        {"dilation": [2**62, 1]},
+        {"stride": [1.5, 1]},
+        {"groups": float("inf")},
+    ],
+)
+def test_sparse_layers_with_wrong_options_are_rejected(options):
+    """The kernel would read outside of the image."""
+    layer = nn.Conv2d(2, 4, 3)
+    captured = capture(nn.Sequential(SparseConv2d(layer)), Inputs.of(torch.randn(2, 2, 5, 5)))
+    (call,) = json.loads(zlib.decompress(captured.program))["calls"]
+    call[1][-1] = json.dumps({**json.loads(call[1][-1]), **options})
+    with pytest.raises(ValueError, match=r"must be integers|the program is damaged"):
+        restore(_changed(captured.program, calls=[call]), captured.tensors, 10**6)
+
+
 def test_damaged_program_in_a_file(tmp_path):
     state = {PROGRAM: torch.zeros(8, dtype=torch.uint8)}
     pdecay.save(state, tmp_path / "m.safetensors")

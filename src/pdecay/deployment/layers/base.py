@@ -184,7 +184,8 @@ class SparseLayer(nn.Module):
         columns, row = self._weight.columns, self._weight.row
         each = self.shape.weights // self.shape.out_channels
         if not (
-            len(row) == self.shape.out_channels + 1 == len(self._weight.bias) + 1
+            len(row) == self.shape.out_channels + 1
+            and self._weight.bias.shape == (self.shape.out_channels,)
             and int(row[0]) == 0
             and int(row[-1]) == len(columns) == len(self._weight.values)
             and bool((row.diff() >= 0).all())

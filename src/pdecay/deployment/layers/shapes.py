@@ -20,6 +20,13 @@ class Shape:
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
 
+    def __post_init__(self) -> None:
+        # The kernel trusts the plan, and torch's layers check these numbers only when they run.
+        for name, least in (("stride", 1), ("dilation", 1), ("padding", 0)):
+            for number in getattr(self, name):
+                if not isinstance(number, int) or not least <= number < 2**31:
+                    raise ValueError(f"{name} must be integers from {least} on, got {number!r}")
+
     @property
     def weights(self) -> int:
         """The number of weights, zeros included."""

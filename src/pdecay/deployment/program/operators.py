@@ -8,7 +8,7 @@ the functions of this module first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,18 +92,40 @@ _assert_async _assert_scalar _assert_tensor_metadata _is_all_true _is_any_true _
 _shape_as_tensor
 """
 _NAMES = frozenset(_TEXT.split())
+# Types in the schemas of operators.
+_CONSTANTS = {
+    "ScalarType": torch.dtype,
+    "Layout": torch.layout,
+    "MemoryFormat": torch.memory_format,
+}
 
 
 def is_allowed(operator: OpOverload) -> bool:
     """Return whether programs may call an operator of ATen."""
-    # The overloads "data" of recurrent layers take packed sequences, which torch.export rejects.
-    is_packed = operator._overloadname == "data"
-    if is_packed or any(one.is_out for one in operator._schema.arguments):
-        return False
     name: str = operator.overloadpacket.__name__
+    overload = operator._overloadname
+    # The overloads "data" of recurrent layers take packed sequences, which torch.export rejects.
+    # Upsampling trusts scales that are given beside the output's size; "vec" takes one of both.
+    is_unsafe = overload == "data" or ("upsample" in name and overload != "vec")
+    if is_unsafe or any(one.is_out for one in operator._schema.arguments):
+        return False
     if torch.Tag.pointwise in operator.tags and not name.startswith("_"):
         return True
     return name in _NAMES or (name.removesuffix("_") in _NAMES and not name.endswith("__"))
+
+
+def check_constants(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise unless dtypes, layouts and memory formats are torch's constants.
+
+    Torch takes any integer in their place and does not check it.
+    """
+    schema = operator._schema.arguments
+    given = dict(zip((one.name for one in schema), args, strict=False)) | dict(kwargs)
+    for one in schema:
+        kind = _CONSTANTS.get(str(one.real_type).removeprefix("Optional[").removesuffix("]"))
+        value = given.get(one.name)
+        if kind is not None and value is not None and not isinstance(value, kind):
+            raise ValueError(f"the program is damaged: {one.name} of {operator} is {value!r}")
 
 
 def checked(operator: OpOverload) -> Callable[..., Any]:

@@ -9,12 +9,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 
 from pdecay.deployment.program.capture import VERSION
 from pdecay.deployment.program.graph import SPARSE_LAYER, decode, find_operator
 from pdecay.deployment.program.operator import make_layer
+from pdecay.deployment.program.operators import check_constants
 from pdecay.deployment.program.structure import Structure, assemble, flatten
 
+# Errors of a damaged program, besides ValueError.
+_ERRORS = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, SyntaxError)
 _NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
 
 
@@ -67,7 +71,7 @@ def restore(program: bytes, tensors: Mapping[str, Tensor], max_bytes: int) -> Sa
             )
         graph = _Builder(content, tensors).build()
         return SavedModel(graph, content["inputs"], content["outputs"], bool(content["free_batch"]))
-    except (LookupError, TypeError, AttributeError, RuntimeError, SyntaxError) as error:
+    except _ERRORS as error:
         raise ValueError(f"the program is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -130,11 +134,12 @@ class _Builder:
         for name in kwargs:
             if not name.isidentifier():
                 raise ValueError(f"an argument of a program has the invalid name {name[:100]!r}")
-        return self.graph.call_function(
-            find_operator(target),
-            tuple(decode(args, self.values)),
-            {name: decode(value, self.values) for name, value in kwargs.items()},
-        )
+        function = find_operator(target)
+        given = tuple(decode(args, self.values))
+        named = {name: decode(value, self.values) for name, value in kwargs.items()}
+        if isinstance(function, OpOverload):
+            check_constants(function, given, named)
+        return self.graph.call_function(function, given, named)
 
     def _sparse_call(self, target: str, args: Any, kwargs: dict[str, Any]) -> fx.Node:
         x, more, weight, bias, options = decode(args, self.values)
