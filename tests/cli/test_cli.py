@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import pdecay
 from pdecay import cli
@@ -221,3 +223,22 @@ def test_train_prints_its_record_as_json(run_cli, tmp_path):
     arguments = ("digits", "--scale", "quick", "--method", "target", "--steps", 20)
     record = json.loads(run_cli("train", *arguments, "--out", tmp_path / "run", "--json"))
     assert record["result"]["sparsity"] == pytest.approx(0.9, abs=1e-3)
+
+
+def test_file_names_that_are_not_utf8_are_shown(tmp_path):
+    """Print them with escapes, and draw them with replacement characters."""
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.safetensors")
+    pdecay.save({"weight": torch.eye(3)}, path)
+    command = [sys.executable, "-m", "pdecay", "inspect", path, "--plot", tmp_path / "x.png"]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONUTF8": "1"})
+    assert done.returncode == 0, done.stderr
+    assert b"\\udcff.safetensors" in done.stdout
+    assert (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize("command", ["compact", "deploy", "export --onnx x.onnx"])
+def test_example_without_rows_is_reported(run_cli, in_project, command):
+    in_project("import torch\ndef build(): return torch.nn.Linear(2, 2), torch.zeros(0, 2)")
+    name, *options = command.split()
+    shown = run_cli(name, "users_module:build", *options, code=2)
+    assert "example_inputs has no elements" in shown

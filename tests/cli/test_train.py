@@ -128,6 +128,7 @@ def test_divergence_is_reported(run_cli):
         (["digits", "--seed", "-1"], "must be a whole number >= 0, got '-1'"),
         (["digits", "--steps", "0"], "steps must be a whole number >= 1, got 0"),
         (["digits", "--lr", "0"], "lr must be above 0, got 0"),
+        (["digits", "--threads", str(10**11)], "must be a whole number < 2147483648, got '1000"),
         (["digits", "--threads", "0"], "argument --threads: must be a whole number >= 1, got '0'"),
         (
             ["digits", "--checkpoint-every", "-1"],

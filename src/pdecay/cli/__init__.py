@@ -13,6 +13,7 @@ input or a missing extra, 130 after an interrupt.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -48,6 +49,9 @@ _DISTRIBUTION_OF = {"sklearn": "scikit-learn"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # File names may have bytes that are not valid in the encoding of the terminal.
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command is None:

@@ -18,13 +18,16 @@ class UsageError(UserError):
     """Invalid arguments of a command."""
 
 
-def number(kind: type, least: float, noun: str = "") -> Callable[[str], Any]:
+def number(
+    kind: type, least: float, noun: str = "", limit: float = math.inf
+) -> Callable[[str], Any]:
     """Return an argparse type for a finite number with a lower bound.
 
     Args:
         kind: int or float.
         least: the lower bound.
         noun: the name of the number in error messages.
+        limit: the number must be less than this.
     """
     noun = noun or ("whole number" if kind is int else "number")
 
@@ -33,15 +36,16 @@ def number(kind: type, least: float, noun: str = "") -> Callable[[str], Any]:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be a {noun} >= {least}, got {text!r}")
+        if not least <= value < limit:
+            bound = f"< {limit}" if value >= limit < math.inf else f">= {least}"
+            raise argparse.ArgumentTypeError(f"must be a {noun} {bound}, got {text!r}")
         return value
 
     return parse
 
 
 natural_number = number(int, 0)
-count = number(int, 1)
+count = number(int, 1, limit=2**31)  # torch's limit of threads
 seconds = number(float, 0, "number of seconds")
 
 

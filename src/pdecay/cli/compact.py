@@ -41,6 +41,6 @@ def run(args: argparse.Namespace) -> int:
             sys.stdout.write("no unit is dead: only exact zeros count (--prune T sets them)\n")
         if args.out is not None:
             sys.stdout.write(f"\nwritten: {export_torch(smaller, args.out, example)}\n")
-    except (DeploymentError, TypeError) as error:
+    except (DeploymentError, TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
     return 0

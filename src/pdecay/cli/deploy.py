@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdecay.cli import models
-from pdecay.cli.common import UsageError, add, check_writable, seconds
+from pdecay.cli.common import UsageError, add, check_writable, count, seconds
 
 SUMMARY = "make a sparse model fast on this machine and save it, ready to serve"
 EXAMPLE = (
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(parser, "--plan", "repeat the choices of this file instead", Path)
     add(parser, "--save-plan", "write the choices to this file", Path)
-    add(parser, "--threads", "torch's number of threads", int)
+    add(parser, "--threads", "torch's number of threads", count)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,8 +48,6 @@ def run(args: argparse.Namespace) -> int:
     if args.save_plan is not None:
         check_writable(args.save_plan.parent)
     if args.threads is not None:
-        if args.threads < 1:
-            raise UsageError(f"--threads must be at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
     choose = args.choose if args.plan is None else _read_plan(args.plan)
     model, example = models.model_of(args)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             before, after = CompactReport.of(smaller).parameters
             sys.stdout.write(f"compacted: {before:,} parameters -> {after:,}\n")
             sys.stdout.write(f"{onnx.export_onnx(smaller, args.onnx, example)}\n")
-    except (DeploymentError, TypeError) as error:
+    except (DeploymentError, TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
     for file, dense in ((args.sparse, False), (args.dense, True)):
         if file is not None:

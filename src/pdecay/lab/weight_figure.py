@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import matplotlib
@@ -21,6 +22,8 @@ def draw(inspection: Inspection, path: Path) -> None:
     layers = sorted(inspection.weights, key=lambda layer: layer.size, reverse=True)[:_MAX_LAYERS]
     layers.sort(key=inspection.weights.index)
     total = inspection.histogram
+    # matplotlib rejects names with bytes that are not UTF-8.
+    name = os.fsencode(Path(inspection.path).name).decode(errors="replace")
     used = np.flatnonzero(total)
     low, high = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
     edges = histogram.FIRST + np.arange(low, high + 1) / histogram.PER_DECADE
@@ -35,7 +38,7 @@ def draw(inspection: Inspection, path: Path) -> None:
         above.set_ylabel(f"% of the weights per {1 / histogram.PER_DECADE:g}")
         set_title(
             above,
-            f"{Path(inspection.path).name}: magnitudes of the weights",
+            f"{name}: magnitudes of the weights",
             f"{size:,} weights; {zeros / max(size, 1):.2%} are exactly zero and not drawn",
         )
         if layers:

@@ -248,6 +248,24 @@ def test_memory_formats_must_be_constants(value):
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        ["aten.copy.default", [None, {"n": 2}], {}],
+        ["aten.copy.default", [], {"self": None, "src": {"n": 2}}],
+        ["aten.cat.default", [[{"n": 2}, None]], {}],
+        ["operator.getitem", [[None], 0], {}],  # None while the program runs
+        ["torch.sym_ite", [True, None, None], {}],
+        ["aten.select.t", [[None], 0], {}],
+    ],
+)
+def test_missing_tensors_are_rejected(call):
+    """Torch takes None as a tensor without memory, and some operators crash on it."""
+    captured = capture(nn.Linear(4, 2), Inputs.of(torch.randn(2, 4)))
+    with pytest.raises(ValueError, match=r"the program is damaged|must not call"):
+        restore(_changed(captured.program, calls=[call]), captured.tensors, 10**6)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"stride": [-1, 1]},

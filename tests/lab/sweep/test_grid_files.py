@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from textwrap import dedent
@@ -45,6 +46,7 @@ def test_sweeps_of_the_paper_are_valid(name, task):
     ("text", "message"),
     [
         ("method = 3 4", "is not TOML"),
+        ("lr = " + 9999 * "[", "is not TOML"),
         ("", "has no grids"),
         ('grid = "adamw"', "has no grids"),
         ("grid = [1, 2]", "has no grids"),
@@ -68,3 +70,9 @@ def test_missing_or_binary_file_is_reported(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SweepError, match="is not TOML"):
         read_grids(path)
+
+
+def test_named_pipe_is_rejected(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SweepError, match="is not a regular file"):
+        read_grids(tmp_path / "pipe")

@@ -107,24 +107,34 @@ def is_allowed(operator: OpOverload) -> bool:
     # The overloads "data" of recurrent layers take packed sequences, which torch.export rejects.
     # Upsampling trusts scales that are given beside the output's size; "vec" takes one of both.
     is_unsafe = overload == "data" or ("upsample" in name and overload != "vec")
-    if is_unsafe or any(one.is_out for one in operator._schema.arguments):
+    if is_unsafe or any(one.is_out or _is_container(one) for one in operator._schema.arguments):
         return False
     if torch.Tag.pointwise in operator.tags and not name.startswith("_"):
         return True
     return name in _NAMES or (name.removesuffix("_") in _NAMES and not name.endswith("__"))
 
 
-def check_constants(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise unless dtypes, layouts and memory formats are torch's constants.
+def _is_container(argument: Any) -> bool:
+    """Return whether an argument is a list or dict of any type, which only TorchScript uses."""
+    return str(argument.type) == "List[t]" or str(argument.type).startswith("Dict[")
 
-    Torch takes any integer in their place and does not check it.
+
+def check_constants(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise unless constant arguments have the types of the operator's schema.
+
+    Torch takes any integer as a dtype, layout or memory format, and None as a tensor, and does not
+    check them.
     """
     schema = operator._schema.arguments
     given = dict(zip((one.name for one in schema), args, strict=False)) | dict(kwargs)
     for one in schema:
         kind = _CONSTANTS.get(str(one.real_type).removeprefix("Optional[").removesuffix("]"))
         value = given.get(one.name)
-        if kind is not None and value is not None and not isinstance(value, kind):
+        is_wrong = kind is not None and value is not None and not isinstance(value, kind)
+        # Absent arguments without a default value are an error of torch.
+        is_missing = one.name in given and value is None and str(one.type) == "Tensor"
+        has_missing = str(one.type) == "List[Tensor]" and isinstance(value, list) and None in value
+        if is_wrong or is_missing or has_missing:
             raise ValueError(f"the program is damaged: {one.name} of {operator} is {value!r}")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from pdecay.deployment.program.capture import VERSION
 from pdecay.deployment.program.graph import SPARSE_LAYER, decode, find_operator
@@ -139,6 +140,9 @@ class _Builder:
         named = {name: decode(value, self.values) for name, value in kwargs.items()}
         if isinstance(function, OpOverload):
             check_constants(function, given, named)
+        elif target.startswith(("operator.", "math.", "torch.")):  # functions of numbers
+            if any(value is None for value in tree_leaves((given, named))):
+                raise ValueError(f"the program is damaged: {target} of None")
         return self.graph.call_function(function, given, named)
 
     def _sparse_call(self, target: str, args: Any, kwargs: dict[str, Any]) -> fx.Node:

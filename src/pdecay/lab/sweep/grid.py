@@ -132,11 +132,13 @@ def read_grids(path: Path) -> list[dict[str, list[Any]]]:
     Raises:
         SweepError: the file cannot be read, or is not such a file.
     """
+    if path.exists() and not path.is_file():  # a device may have no end
+        raise SweepError(f"{path} is not a regular file")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SweepError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SweepError(f"{path} is not TOML: {error}") from None
     grids = content.pop("grid", None)
     if not isinstance(grids, list) or not all(isinstance(grid, Mapping) for grid in grids):
