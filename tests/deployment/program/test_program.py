@@ -247,6 +247,17 @@ def test_memory_formats_must_be_constants(value):
         restore(_changed(captured.program, calls=[call]), captured.tensors, 10**6)
 
 
+@pytest.mark.parametrize("layout", ["_mkldnn", "sparse_coo", "sparse_csr"])
+def test_layouts_are_strided(layout):
+    """Some operators read an opaque tensor as if it were strided."""
+    captured = capture(nn.Linear(4, 2), Inputs.of(torch.randn(2, 4)))
+    call = ["aten.empty.memory_format", [[4]], {"layout": {"layout": layout}}]
+    with pytest.raises(ValueError, match="the program is damaged: layout of"):
+        restore(_changed(captured.program, calls=[call]), captured.tensors, 10**6)
+    call[2]["layout"]["layout"] = "strided"
+    restore(_changed(captured.program, calls=[call]), captured.tensors, 10**6)
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -131,6 +131,8 @@ def check_constants(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[s
         kind = _CONSTANTS.get(str(one.real_type).removeprefix("Optional[").removesuffix("]"))
         value = given.get(one.name)
         is_wrong = kind is not None and value is not None and not isinstance(value, kind)
+        # Operators do not expect the opaque and sparse layouts of other libraries.
+        is_wrong |= isinstance(value, torch.layout) and value is not torch.strided
         # Absent arguments without a default value are an error of torch.
         is_missing = one.name in given and value is None and str(one.type) == "Tensor"
         has_missing = str(one.type) == "List[Tensor]" and isinstance(value, list) and None in value
