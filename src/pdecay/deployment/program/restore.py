@@ -140,9 +140,9 @@ class _Builder:
         named = {name: decode(value, self.values) for name, value in kwargs.items()}
         if isinstance(function, OpOverload):
             check_constants(function, given, named)
-        elif target.startswith(("operator.", "math.", "torch.")):  # functions of numbers
-            if any(value is None for value in tree_leaves((given, named))):
-                raise ValueError(f"the program is damaged: {target} of None")
+        elif not target.startswith("aten.") and None in tree_leaves((given, named)):
+            # A function of numbers could return None, in place of a later operator's tensor.
+            raise ValueError(f"the program is damaged: {target} of None")
         return self.graph.call_function(function, given, named)
 
     def _sparse_call(self, target: str, args: Any, kwargs: dict[str, Any]) -> fx.Node:
