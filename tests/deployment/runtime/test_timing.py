@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.runtime import timing
+from pdecay.deployment.runtime.pipeline import _time_models
 from pdecay.deployment.runtime.timing import interleaved, usable_threads
 
 
@@ -79,6 +81,31 @@ def test_parts_are_free_of_interruptions_of_whole_calls(machine):
     assert whole.seconds[0] > 20e-3
     assert parts.seconds[0] == pytest.approx(5e-3)
     assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_models_are_timed_with_warm_caches(machine):
+    running = None
+
+    class Model(nn.Module):
+        """Its weights are evicted from the cache while another model runs."""
+
+        def __init__(self, seconds, cold_calls):
+            super().__init__()
+            self.seconds = seconds
+            self.cold_calls = cold_calls
+
+        def forward(self, x):
+            nonlocal running
+            if running is not self:
+                running, self.calls = self, 0
+            machine.now += self.seconds * (2 if self.calls < self.cold_calls else 1)
+            self.calls += 1
+            return x
+
+    models = {"dense": Model(6e-4, cold_calls=8), "sparse": Model(5e-5, cold_calls=0)}
+    times, measured = _time_models(models, Inputs.of(torch.zeros(1)), 1.5, lambda *_: None)
+    assert times == pytest.approx({"dense": 6e-4, "sparse": 5e-5})
+    assert not measured.is_disturbed
 
 
 def test_real_clock():

@@ -42,6 +42,7 @@ _TOLERANCE = 1e-4  # relative to the largest output: rounding errors of another 
 _TIE = 1.02  # times within this ratio count as equal
 _CHECK_SECONDS = 0.5  # enough to find out whether threads wait for processors
 _QUIET_SECONDS = 0.5  # enough to measure the whole model on an idle machine
+_TURN = 50e-3  # seconds; with 2 ms, the gain of a large MLP varied by 1.7 times on a busy machine
 _MAX_SPREAD = 0.1  # times that vary more are reported
 _MEASURING_SHARE = 0.3  # at least this share of `seconds` is left for measurements
 _LAYER_SHARE = 0.5  # of the time for measurements; the rest is for the whole model
@@ -300,16 +301,17 @@ def _time_models(
     on_round()
     timing = interleaved(
         calls,
-        rounds=11,
+        rounds=6,
         seconds=min(_QUIET_SECONDS, seconds / 3),
         limit=min(2 * _QUIET_SECONDS, seconds / 3),  # the rest is for a busy machine
+        turn=_TURN,
         on_round=on_round,
     )
     elapsed = time.perf_counter() - start
     left = seconds - elapsed
     if timing.is_disturbed and left > min(elapsed, _QUIET_SECONDS):
         timing = interleaved(
-            calls, rounds=15, seconds=0.0, limit=left, turn=10e-3, by_parts=True, on_round=on_round
+            calls, rounds=9, seconds=0.0, limit=left, turn=_TURN, by_parts=True, on_round=on_round
         )
     of_model = dict(zip(map(id, distinct), timing.seconds, strict=True))
     return {name: of_model[id(one)] for name, one in models.items()}, timing

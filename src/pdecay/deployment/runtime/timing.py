@@ -48,7 +48,7 @@ def interleaved(
     rounds: int = 7,
     seconds: float = 0.1,
     limit: float | None = None,
-    turn: float = 2e-3,
+    turn: float = 5e-3,
     by_parts: bool = False,
     on_round: Callable[[], None] = lambda: None,
 ) -> Timing:
@@ -65,7 +65,9 @@ def interleaved(
         seconds: the minimum total time; more rounds follow until it is reached.
         limit: measure up to this many seconds while the results vary, and stop after it even if
             there were fewer rounds. The default measures no longer than `rounds` and `seconds` ask.
-        turn: the seconds of one turn; at least one call.
+        turn: the seconds of one turn; at least one call. Large weights need long turns: the other
+            functions and processes evict them from the processor's cache, and it takes some calls
+            until they are back, as they are in a server that repeats one call.
         by_parts: for functions that run models. Divide each call where modules are called, and
             return the sum of the low quantiles of all parts. On a busy machine, a long call is
             always interrupted, but each of its parts is not. This adds some microseconds per
