@@ -26,14 +26,14 @@ def clock(monkeypatch):
         model = None  # seconds of the models, in the order dense, smaller, sparse
 
         spread = 0.01
-        is_disturbed = False
+        is_uncertain = False
         threads = torch.get_num_threads()  # the number of usable threads
 
         def time_models(self, functions, **options):
             for function in functions:
                 function()
             times = [*(self.model or [3.0, 2.0, 1.0]), 2.5]  # the last is dense and folded
-            return Timing(tuple(times[: len(functions)]), self.spread, self.is_disturbed)
+            return Timing(tuple(times[: len(functions)]), self.spread, self.is_uncertain)
 
         def time_layer(self, functions, **options):
             for function in functions:

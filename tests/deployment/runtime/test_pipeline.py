@@ -663,7 +663,7 @@ def test_time_budget_and_progress(capsys):
 
 
 def test_disturbed_measurement_is_reported(clock):
-    clock.is_disturbed, clock.spread = True, 0.4
+    clock.is_uncertain, clock.spread = True, 0.4
     report = deploy(mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)).report
     assert "times varied by 40%, probably because of other processes" in str(report)
 

@@ -13,21 +13,26 @@ from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.runtime import timing
 from pdecay.deployment.runtime.pipeline import _time_models
 from pdecay.deployment.runtime.timing import interleaved, usable_threads
+from pdecay.lab.machine import use_threads
 
 
 class Machine:
-    """A clock that only advances when functions run; some calls are interrupted."""
+    """A clock that only advances when functions run; another process interrupts some calls."""
 
-    def __init__(self, interrupted=lambda count: False):
+    def __init__(self, interrupts=lambda count: False):
         self.now = 0.0
+        self.cpu = 0.0  # this thread's CPU time
+        self.interruptions = 0
         self.calls = itertools.count()
-        self.interrupted = interrupted
+        self.interrupts = interrupts
 
     def work(self, seconds):
         def run():
             self.now += seconds
-            if self.interrupted(next(self.calls)):
+            self.cpu += seconds
+            if self.interrupts(next(self.calls)):
                 self.now += 50e-3
+                self.interruptions += 1
 
         return run
 
@@ -36,21 +41,45 @@ class Machine:
 def machine(monkeypatch):
     machine = Machine()
     monkeypatch.setattr(timing.time, "perf_counter", lambda: machine.now)
-    return machine
+    monkeypatch.setattr(timing.time, "thread_time", lambda: machine.cpu)
+    monkeypatch.setattr(timing, "_interruptions", lambda: machine.interruptions)
+    with use_threads(1):
+        yield machine
 
 
 def test_idle_machine(machine):
     result = interleaved([machine.work(3e-3), machine.work(1e-3)])
     assert result.seconds == pytest.approx((3e-3, 1e-3))
     assert result.spread == pytest.approx(0, abs=1e-9)
-    assert not result.is_disturbed
+    assert not result.is_uncertain
 
 
-def test_interrupted_calls_are_ignored(machine):
-    machine.interrupted = lambda count: count % 3 != 0
+def test_interruptions_are_not_counted(machine):
+    machine.interrupts = lambda count: True
+    result = interleaved([machine.work(30e-3), machine.work(1e-3)], limit=5.0)
+    assert result.seconds == pytest.approx((30e-3, 1e-3))
+    assert not result.is_uncertain
+
+
+def test_few_interruptions_are_ignored_if_they_are_unknown(machine, monkeypatch):
+    monkeypatch.setattr(timing, "_interruptions", lambda: 0)  # Windows
+    machine.interrupts = lambda count: count % 3 != 0
     result = interleaved([machine.work(3e-3), machine.work(1e-3)], limit=5.0)
     assert result.seconds == pytest.approx((3e-3, 1e-3))
-    assert result.is_disturbed
+
+
+def test_waiting_is_counted(machine):
+    def wait():
+        machine.now += 2e-3
+        machine.cpu += 1e-6
+
+    assert interleaved([wait]).seconds == pytest.approx((2e-3,))
+
+
+def test_cpu_time_of_one_of_several_threads_is_not_used(machine, monkeypatch):
+    machine.interrupts = lambda count: True
+    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: 2)
+    assert interleaved([machine.work(1e-3)]).seconds == pytest.approx((51e-3,))
 
 
 def test_measurement_ends_at_the_limit(machine):
@@ -64,23 +93,7 @@ def test_measurement_ends_at_the_limit(machine):
     machine.now = 0.0
     result = interleaved([machine.work(1.0)], rounds=7, limit=0.5)
     assert machine.now == pytest.approx(2.0)  # one untimed call and one round
-    assert result.is_disturbed
-
-
-def test_parts_are_free_of_interruptions_of_whole_calls(machine):
-    class Part(nn.Module):
-        def forward(self, x):
-            machine.now += 1e-3
-            if next(machine.calls) % 4 == 1:  # each call of the model is interrupted
-                machine.now += 20e-3
-            return x
-
-    model, x = nn.Sequential(*(Part() for _ in range(5))), torch.zeros(1)
-    whole = interleaved([lambda: model(x)], rounds=20)
-    parts = interleaved([lambda: model(x)], rounds=20, by_parts=True)
-    assert whole.seconds[0] > 20e-3
-    assert parts.seconds[0] == pytest.approx(5e-3)
-    assert not nn.modules.module._global_forward_pre_hooks
+    assert result.is_uncertain
 
 
 def test_models_are_timed_with_warm_caches(machine):
@@ -105,7 +118,7 @@ def test_models_are_timed_with_warm_caches(machine):
     models = {"dense": Model(6e-4, cold_calls=8), "sparse": Model(5e-5, cold_calls=0)}
     times, measured = _time_models(models, Inputs.of(torch.zeros(1)), 1.5, lambda *_: None)
     assert times == pytest.approx({"dense": 6e-4, "sparse": 5e-5})
-    assert not measured.is_disturbed
+    assert not measured.is_uncertain
 
 
 def test_real_clock():

@@ -41,7 +41,7 @@ __all__ = ["DeployReport", "DeployedLayer", "deploy"]
 _TOLERANCE = 1e-4  # relative to the largest output: rounding errors of another summation order
 _TIE = 1.02  # times within this ratio count as equal
 _CHECK_SECONDS = 0.5  # enough to find out whether threads wait for processors
-_QUIET_SECONDS = 0.5  # enough to measure the whole model on an idle machine
+_MODEL_SECONDS = 0.5  # for the measurement of the whole model, at least
 _TURN = 50e-3  # seconds; with 2 ms, the gain of a large MLP varied by 1.7 times on a busy machine
 _MAX_SPREAD = 0.1  # times that vary more are reported
 _MEASURING_SHARE = 0.3  # at least this share of `seconds` is left for measurements
@@ -174,7 +174,7 @@ def _deployed(
         *(timed, inputs.copy(), max(0.0, end - time.perf_counter())),
         lambda share, text: say(0.6 + 0.4 * share, text),
     )
-    if timing.is_disturbed and choose == "measured":
+    if timing.is_uncertain and choose == "measured":
         what = "there was time for few measurements"
         if timing.spread > _MAX_SPREAD:
             what = f"times varied by {timing.spread:.0%}, probably because of other processes"
@@ -302,17 +302,11 @@ def _time_models(
     timing = interleaved(
         calls,
         rounds=6,
-        seconds=min(_QUIET_SECONDS, seconds / 3),
-        limit=min(2 * _QUIET_SECONDS, seconds / 3),  # the rest is for a busy machine
+        seconds=min(_MODEL_SECONDS, seconds),
+        limit=seconds,
         turn=_TURN,
         on_round=on_round,
     )
-    elapsed = time.perf_counter() - start
-    left = seconds - elapsed
-    if timing.is_disturbed and left > min(elapsed, _QUIET_SECONDS):
-        timing = interleaved(
-            calls, rounds=9, seconds=0.0, limit=left, turn=_TURN, by_parts=True, on_round=on_round
-        )
     of_model = dict(zip(map(id, distinct), timing.seconds, strict=True))
     return {name: of_model[id(one)] for name, one in models.items()}, timing
 

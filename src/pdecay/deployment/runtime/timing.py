@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-_QUANTILE = 0.1  # a low quantile ignores the turns that other processes interrupted
-_GROUPS = 3  # groups of rounds whose results are compared
+if sys.platform != "win32":
+    import resource
+
+_QUANTILE = 0.15  # of calls on a busy machine; close to the median on an idle one
+_GROUPS = 3  # groups of turns whose results are compared
 _MAX_SPREAD = 0.1  # measure longer while the groups differ by more than this
 _LONGER = 1.3  # by this factor
-_DISTURBED = 1.3  # the ratio of the median and the low quantile on a busy machine
 _LONG = 20e-3  # seconds of a long call
 _PROBE_SIZE = 1 << 17  # numbers that torch divides between at least four threads
-
-_Call = Sequence[float]  # the seconds of a call, or of its parts
-_Turn = Sequence[_Call]  # the calls of one turn
 
 
 @dataclass(frozen=True)
@@ -33,13 +31,12 @@ class Timing:
         seconds: the seconds per call of each function.
         spread: how much the ratios of these times differ between parts of the measurement; 0.1 is
             10 %.
-        is_disturbed: whether the ratios vary, or whether most calls took much longer than others,
-            because other processes used the processor.
+        is_uncertain: whether the ratios vary, or whether there was time for few calls only.
     """
 
     seconds: tuple[float, ...]
     spread: float
-    is_disturbed: bool = False
+    is_uncertain: bool = False
 
 
 def interleaved(
@@ -49,15 +46,16 @@ def interleaved(
     seconds: float = 0.1,
     limit: float | None = None,
     turn: float = 5e-3,
-    by_parts: bool = False,
     on_round: Callable[[], None] = lambda: None,
 ) -> Timing:
     """Measure the seconds per call of each function.
 
     In its turn, a function is called repeatedly, as in a server. The result is a low quantile over
-    all calls, which ignores those that other processes interrupted. Untimed are the first calls of
-    a function, which may compile and allocate, and the first call of each turn, which runs with the
-    caches that the previous function left.
+    all calls. Untimed are the first calls of a function, which may compile and allocate, and the
+    first call of each turn, which runs with the caches that the previous function left.
+
+    If torch uses one thread, a call that was interrupted by another process counts with its CPU
+    time, so that the duration of the interruption does not matter.
 
     Args:
         functions: the functions to time.
@@ -68,38 +66,30 @@ def interleaved(
         turn: the seconds of one turn; at least one call. Large weights need long turns: the other
             functions and processes evict them from the processor's cache, and it takes some calls
             until they are back, as they are in a server that repeats one call.
-        by_parts: for functions that run models. Divide each call where modules are called, and
-            return the sum of the low quantiles of all parts. On a busy machine, a long call is
-            always interrupted, but each of its parts is not. This adds some microseconds per
-            module.
         on_round: called after each round.
     """
     start = time.perf_counter()
-    times: list[list[_Turn]] = [[] for _ in functions]
+    times: list[list[list[float]]] = [[] for _ in functions]
     for function in functions:
         function()
     # The time of a long call hardly depends on warm caches.
     warm_up = time.perf_counter() - start < len(functions) * _LONG
-    with _Clock(by_parts) as clock:
-        for done in itertools.count(1):
-            for shift in range(len(functions)):
-                k = (done + shift) % len(functions)  # each function is the first in some rounds
-                times[k].append(clock.measure(functions[k], turn, warm_up))
-            on_round()
-            elapsed = time.perf_counter() - start
-            if limit is not None and elapsed >= limit:
+    for done in itertools.count(1):
+        for shift in range(len(functions)):
+            k = (done + shift) % len(functions)  # each function is the first in some rounds
+            if warm_up:
+                functions[k]()
+            times[k].append(_durations(functions[k], turn))
+        on_round()
+        elapsed = time.perf_counter() - start
+        if limit is not None and elapsed >= limit:
+            break
+        if done >= rounds and elapsed >= seconds:
+            if limit is None or _spread(times) <= _MAX_SPREAD:
                 break
-            if done >= rounds and elapsed >= seconds:
-                if limit is None or _spread(times) <= _MAX_SPREAD:
-                    break
-                seconds = _LONGER * elapsed  # when to look again
-    lows = tuple(_low(turns) for turns in times)
-    medians = [statistics.median(sum(call) for turn in turns for call in turn) for turns in times]
-    slowest = max(median / low for median, low in zip(medians, lows, strict=True))
+            seconds = _LONGER * elapsed  # when to look again
     spread = _spread(times)
-    is_disturbed = done < _GROUPS or spread > _MAX_SPREAD
-    is_disturbed |= not by_parts and slowest > _DISTURBED  # parts are free of interruptions
-    return Timing(lows, spread, is_disturbed)
+    return Timing(tuple(map(_low, times)), spread, done < _GROUPS or spread > _MAX_SPREAD)
 
 
 @contextmanager
@@ -132,57 +122,44 @@ def _threads_wait(threads: int, seconds: float) -> bool:
     end = time.perf_counter() + seconds
     while not seconds_together or time.perf_counter() < end:
         torch.set_num_threads(1)
+        numbers.sin()
         seconds_alone += _durations(numbers.sin, 0.1 * seconds)
         torch.set_num_threads(threads)
+        numbers.sin()  # starts the threads
         seconds_together += _durations(numbers.sin, 0.4 * seconds)
     # Of the undisturbed time alone, the threads together need about a half or less.
     return statistics.mean(seconds_together) > 1.3 * min(seconds_alone)
 
 
 def _durations(function: Callable[[], object], seconds: float) -> list[float]:
-    """Call a function repeatedly; return the seconds of all calls except the first."""
-    function()
+    """Call a function until the time is over, at least once; return the seconds of each call."""
     durations: list[float] = []
+    has_one_thread = torch.get_num_threads() == 1
     end = time.perf_counter() + seconds
-    while not durations or time.perf_counter() < end:
+    interruptions = _interruptions()
+    while True:
+        cpu = time.thread_time()
         start = time.perf_counter()
         function()
-        durations.append(time.perf_counter() - start)
-    return durations
+        stop = time.perf_counter()
+        cpu = time.thread_time() - cpu
+        before, interruptions = interruptions, _interruptions()
+        was_interrupted = has_one_thread and interruptions > before
+        durations.append(cpu if was_interrupted else stop - start)
+        if stop >= end:
+            return durations
 
 
-class _Clock:
-    """A clock for calls and, if asked, for their parts between calls of modules."""
-
-    def __init__(self, by_parts: bool) -> None:
-        self._marks: list[float] = []
-        self._hook = register_module_forward_pre_hook(self._mark) if by_parts else None
-
-    def _mark(self, *args: object) -> None:
-        self._marks.append(time.perf_counter())
-
-    def measure(self, function: Callable[[], object], turn: float, warm_up: bool) -> _Turn:
-        """Call a function until the turn is over; return the seconds of its calls."""
-        if warm_up:
-            function()
-        calls: list[_Call] = []
-        end = time.perf_counter() + turn
-        while not calls or self._marks[-1] < end:
-            self._marks[:] = [time.perf_counter()]
-            function()
-            self._mark()
-            calls.append([after - before for before, after in itertools.pairwise(self._marks)])
-        return calls
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._hook is not None:
-            self._hook.remove()
+def _interruptions() -> int:
+    """Return how often other processes have interrupted this thread; 0 if that is unknown."""
+    if sys.platform == "win32":
+        return 0
+    # macOS counts for the whole process only.
+    who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+    return resource.getrusage(who).ru_nivcsw
 
 
-def _spread(times: Sequence[Sequence[_Turn]]) -> float:
+def _spread(times: Sequence[Sequence[Sequence[float]]]) -> float:
     """Return the largest relative difference of the functions' ratios between groups of turns."""
     groups = min(_GROUPS, len(times[0]))
     lows = [[_low(turns[group::groups]) for group in range(groups)] for turns in times]
@@ -190,10 +167,7 @@ def _spread(times: Sequence[Sequence[_Turn]]) -> float:
     return max(max(one) / min(one) for one in ratios) - 1
 
 
-def _low(turns: Sequence[_Turn]) -> float:
-    """Return a low quantile of the calls; with parts, the sum of the low quantiles of the parts."""
-    calls = [call for turn in turns for call in turn]
-    if len(set(map(len, calls))) > 1:  # the calls took different branches
-        calls = [[sum(call)] for call in calls]
-    lows = [sorted(part)[int(_QUANTILE * len(part))] for part in zip(*calls, strict=True)]
-    return float(sum(lows))
+def _low(turns: Sequence[Sequence[float]]) -> float:
+    """Return a low quantile of the durations in all turns."""
+    durations = sorted(itertools.chain.from_iterable(turns))
+    return durations[int(_QUANTILE * len(durations))]
