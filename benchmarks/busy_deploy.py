@@ -1,7 +1,6 @@
 """Check `deploy` on a busy machine: equal choices, and a gain like that of a separate measurement.
 
-    python benchmarks/busy_deploy.py --threads 1 --record benchmarks/records/busy_deploy.json
-    python benchmarks/busy_deploy.py --threads 2 --record benchmarks/records/busy_deploy.json
+    python benchmarks/busy_deploy.py --threads 1 2 --record benchmarks/records/busy_deploy.json
 
 Two endless loops keep two processors busy while each network is deployed ten times. After each
 call the loops are suspended, and the gain is compared with a separate measurement on the idle
@@ -9,12 +8,13 @@ machine, with the number of threads that the report states: the ratio of median 
 which one network is called repeatedly, as in a server. It follows immediately, because the speed of
 the outer cache, which other users of the processor share, changes within seconds. The check passes
 if at least nine choices are equal and at least nine gains are within 30 % of their separate
-measurement. The record has one entry for each number of threads.
+measurement. The record has one entry for each network and number of threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import signal
 import statistics
@@ -33,33 +33,36 @@ from torch import Tensor, nn
 import pdecay
 from pdecay.lab import machine
 from pdecay.lab.models import MLP, ResNet
+from provenance import folder_hash, provenance
 
 CALLS = 10
 SECONDS = 3.0  # for each call of deploy
 SEPARATE_SECONDS = 1.2  # for each separate measurement
 BLOCK = 0.1  # the seconds of one turn in it
 LOOP = "while True: pass"
+SOURCE = "src/pdecay/deployment"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=1, help="torch's threads (default: 1)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="torch's threads")
+    parser.add_argument("--networks", nargs="+", default=[*networks()], help="names; default: all")
     parser.add_argument("--record", type=Path, help="write the results to this JSON file")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    rows = [check(name, model, x) for name, (model, x) in networks().items()]
-    if args.record is not None:
-        records = json.loads(args.record.read_text()) if args.record.exists() else {}
-        records[f"threads {args.threads}"] = {
-            "command": f"python benchmarks/busy_deploy.py --threads {args.threads}",
-            # The hash of the folder still identifies the code after a rebase.
-            "deployment folder": git_hash("HEAD:src/pdecay/deployment"),
-            "machine": machine.describe() | {"threads": torch.get_num_threads()},
-            "seconds": SECONDS,
-            "networks": rows,
-        }
-        args.record.write_text(json.dumps(records, indent=1) + "\n")
-    if not all(row["passed"] for row in rows):
+    has_passed = True
+    for threads, name in itertools.product(args.threads, args.networks):
+        with machine.use_threads(threads):
+            row = check(name, *networks()[name])
+        has_passed &= row["passed"]
+        if args.record is not None:
+            records = json.loads(args.record.read_text()) if args.record.exists() else {}
+            records[f"{name}, threads {threads}"] = {
+                **row,
+                **provenance(),
+                SOURCE: folder_hash(SOURCE),
+            }
+            args.record.write_text(json.dumps(records, indent=1) + "\n")
+    if not has_passed:
         sys.exit("the check failed")
 
 
@@ -117,7 +120,6 @@ def check(name: str, model: nn.Module, x: Tensor) -> dict[str, Any]:
         flush=True,
     )
     return {
-        "name": name,
         "choices": dict(choices),
         "gains": [round(one, 3) for one in gains],
         "separate gains": [round(one, 3) for one in separate],
@@ -152,10 +154,6 @@ def measured_gain(model: nn.Module, deployed: nn.Module, x: Tensor) -> float:
                 one(x)
                 measured.append(time.perf_counter() - start)
     return statistics.median(times[model]) / statistics.median(times[deployed])
-
-
-def git_hash(revision: str) -> str:
-    return subprocess.check_output(["git", "rev-parse", revision], text=True).strip()
 
 
 if __name__ == "__main__":
