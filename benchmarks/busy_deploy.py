@@ -36,7 +36,7 @@ from pdecay.lab.models import MLP, ResNet
 from provenance import folder_hash, provenance
 
 CALLS = 10
-SECONDS = 3.0  # for each call of deploy
+SECONDS = 4.0  # for each call of deploy
 SEPARATE_SECONDS = 1.2  # for each separate measurement
 BLOCK = 0.1  # the seconds of one turn in it
 LOOP = "while True: pass"
