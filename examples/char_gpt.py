@@ -38,10 +38,10 @@ def main(steps: int = 1500, length: int = 300) -> float:
     text = shakespeare.load()
     model = GPT(len(text.symbols), BLOCK, layers=4, heads=4, width=128)
     optimizer = pdecay.PAdam(
-        pdecay.param_groups(model), lr=1e-2, decay=Lp(0.8, 1e-2), weight_decay=0.1
+        pdecay.param_groups(model), lr=3e-3, decay=Lp(0.8, 1e-2), weight_decay=0.1
     )
     target = pdecay.SparsityTarget(optimizer, 0.9, total_steps=steps)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=1e-4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=3e-5)
 
     for step in range(steps):
         x, y = batch_of(text.train, 32)

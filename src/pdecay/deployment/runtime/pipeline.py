@@ -100,7 +100,8 @@ def deploy(
         >>> deployed = deploy(model, x)
         >>> torch.allclose(deployed(x), model(x), atol=1e-5)
         True
-        >>> deployed.report.layers[0].name, deployed.report.layers[0].choice in ("dense", "sparse")
+        >>> first = deployed.report.layers[0]
+        >>> first.name, first.choice in ("dense", "sparse")
         ('0', True)
     """
     inputs = Inputs.of(example_inputs)
