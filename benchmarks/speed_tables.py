@@ -1,33 +1,44 @@
-"""Write the tables of docs/speed.md from the record of ``pdecay bench``.
+"""Write the numbers of docs/speed.md and README from the record of ``pdecay bench``.
 
 pdecay bench --out benchmarks/records            # about 15 minutes on an idle machine
-python benchmarks/speed_tables.py                # docs/_data/speed_*.md
+python benchmarks/speed_tables.py                # docs/_data/speed_*.md, README, the figure
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "bench.json"
 TABLES = ROOT / "docs" / "_data"
+README = ROOT / "README.md"
 FUSED_ADAMW, FOREACH_ADAMW = "AdamW fused", "AdamW foreach"
+SMALL = "MLP"  # has 0.05 M weights; all other models have at least 0.8 M
 
 Row = dict[str, Any]
 
 
 def main() -> None:
-    for name, text in tables(json.loads(RECORD.read_text())).items():
+    record = json.loads(RECORD.read_text())
+    for name, text in tables(record).items():
         (TABLES / f"{name}.md").write_text(text)
+    README.write_text(with_table(README.read_text(), record))
+    figure = RECORD.with_suffix(".png")
+    if figure.exists():
+        figure.replace(ROOT / "docs" / "_static" / "bench.png")
 
 
 def tables(record: Row) -> dict[str, str]:
     """Return all tables in Markdown by name."""
     return {
         "speed_machine": machine(record),
+        "speed_aims": aims(record),
+        "speed_first_use": first_use(record["first_use_seconds"]),
         "speed_methods": methods(record["steps"]),
         "speed_avx2": methods(record["steps_with_avx2"]),
         "speed_every_p": every_p(record["steps"]),
@@ -69,6 +80,121 @@ def methods(steps: Sequence[Row]) -> str:
             rows.append([f"{label}, relative to {FOREACH_ADAMW}", *cells, ""])
     sizes = [f"{name}, {_millions(steps, name)}" for name in models]
     return _markdown(["", *sizes, f"extra bytes a weight, {models[-1]}"], rows)
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A limit for some ratios of the record.
+
+    Args:
+        name: what is limited.
+        limit: the largest ratio that meets the aim.
+        found: the measured ratios, by the cases that they are of.
+    """
+
+    name: str
+    limit: float
+    found: dict[str, float]
+
+    def row(self) -> list[str]:
+        worst = max(self.found, key=lambda case: self.found[case])
+        values = f"{min(self.found.values()):.2f} to {self.found[worst]:.2f}"
+        met = round(self.found[worst], 2) <= self.limit
+        within = sum(round(value, 2) <= self.limit for value in self.found.values())
+        answer = "yes" if met else f"in {within} of {len(self.found)} cases"
+        return [self.name, f"{self.limit:.2f}", values, worst, answer]
+
+
+def aims(record: Row) -> str:
+    """Return the aims for the cost of a step, and whether the record meets them."""
+    found = []
+    for key, label, limit in (("steps", "", 1.0), ("steps_with_avx2", ", AVX2", 1.12)):
+        steps = record[key]
+        for large, share, size in (
+            (True, limit, "from 0.8 M weights on"),
+            (False, 1.15, "at 0.05 M weights"),
+        ):
+            costs = _ratios(steps, "PAdam fused", large=large)
+            found.append(Aim(f"`PAdam`, fused, every p, {size}{label}", share, costs))
+        costs = _ratios(steps, "attach to AdamW fused", large=True)
+        found.append(Aim(f"`attach` to AdamW fused, from 0.8 M weights on{label}", 2.0, costs))
+        relative = _relative_to_foreach(steps)
+        if relative:
+            found.append(Aim(f"`PAdam`, foreach, relative to AdamW foreach{label}", 1.6, relative))
+    target = {model: 1 + share for model, share in record["target"].items()}
+    found.append(Aim("training with `SparsityTarget` during its ramp", 1.03, target))
+    return _markdown(
+        ["", "aim, at most", "measured", "largest at", "met"], [aim.row() for aim in found]
+    )
+
+
+def _ratios(steps: Sequence[Row], method: str, *, large: bool) -> dict[str, float]:
+    return {
+        f"{row['model']}, p = {row['norm']}": row["ratio"]
+        for row in steps
+        if row["method"] == method and (row["model"] != SMALL) == large
+    }
+
+
+def _relative_to_foreach(steps: Sequence[Row]) -> dict[str, float]:
+    base = {row["model"]: row["ratio"] for row in steps if row["method"] == FOREACH_ADAMW}
+    return {
+        row["model"]: row["ratio"] / base[row["model"]]
+        for row in steps
+        if row["method"] == "PAdam foreach"
+    }
+
+
+def first_use(seconds: Row) -> str:
+    """Return a sentence about the first step of a process."""
+    cold, cached = seconds["cold"], seconds["from the cache"]
+    return (
+        f"The first step of a process takes {cold:.1f} s if it compiles, and {cached:.3f} s if the "
+        "library is in the cache.\n"
+    )
+
+
+def with_table(page: str, record: Row) -> str:
+    """Return README's text with its table of steps replaced."""
+    marked = re.compile("(?<=<!-- speed: begin -->\n).*(?=<!-- speed: end -->)", re.DOTALL)
+    if not marked.search(page):
+        raise ValueError("README has no lines <!-- speed: begin --> and <!-- speed: end -->")
+    here = record["machine"]
+    text = (
+        f"Measured on {here['threads']} cores of an {here['processor']} ({here['instructions']}), "
+        f"torch {here['torch'].partition('+')[0]}.\n\n{summary(record)}\n"
+    )
+    return marked.sub(lambda _: text, page)
+
+
+def summary(record: Row) -> str:
+    """Return README's table: a few methods on three models."""
+    models = ("char-GPT", "nanoGPT", "GPT-2")
+    steps, with_avx2 = (
+        {(row["model"], row["method"], row["norm"]): row["ratio"] for row in record[key]}
+        for key in ("steps", "steps_with_avx2")
+    )
+    several = ("0.8", "1", "0.8 + 2")
+    label = "p = 0.8; p = 1; 0.8 + 2"
+    rows = [
+        (f"`PAdam`, {label}", steps, "PAdam fused", several),
+        (f"`PAdam` with AVX2 only, {label}", with_avx2, "PAdam fused", several),
+        (f"`PSGD`, {label}", steps, "PSGD fused", several),
+        ("`attach` to AdamW fused, p = 0.8", steps, "attach to AdamW fused", ("0.8",)),
+        ("AdamW as torch chooses by default", steps, "AdamW default", ("",)),
+        ("the paper's listing, p = 0.8", steps, "the paper's listing", ("0.8",)),
+    ]
+    cells = [
+        [
+            name,
+            *(
+                "; ".join(f"{ratios[model, method, norm]:.2f}" for norm in norms)
+                for model in models
+            ),
+        ]
+        for name, ratios, method, norms in rows
+    ]
+    return _markdown(["", *(f"{m}, {_millions(record['steps'], m)}" for m in models)], cells)
 
 
 def every_p(steps: Sequence[Row]) -> str:

@@ -137,3 +137,15 @@ static NAME(decay) NAME(plan_decay)(int64_t terms, const double *p, const double
     }
     return decay;
 }
+
+/* Plan the decay of each scale, in memory for the caller to free; NULL if there is none. */
+static NAME(decay) *NAME(plan_decays)(int64_t terms, const double *p, const double *c, int64_t scales,
+                                      const double *scale, unsigned traits)
+{
+    NAME(decay) *decay = malloc((size_t)(scales + 1) * (sizeof *decay + (size_t)terms * sizeof(NAME(power))));
+    if (!decay) return NULL;
+    NAME(power) *powers = (NAME(power) *)(decay + scales + 1);
+    for (int64_t k = 0; k < scales; k++)
+        decay[k] = NAME(plan_decay)(terms, p, c, scale[k], powers + k * terms, traits);
+    return decay;
+}

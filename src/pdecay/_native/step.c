@@ -108,6 +108,7 @@ static void stream(void *to, const void *from, size_t bytes)
 #include "decay.h"
 #include "update.h"
 
+#include "half.h"
 #include "table.h"
 
 /* The tensors and the decay of a call, as Python passes them. */
@@ -134,40 +135,6 @@ typedef struct {
     const decay_f32 *decay_f32;
     const decay_f64 *decay_f64;
 } job;
-
-/* ---- half precision ---- */
-
-static void widen(int dtype, const void *from, float *to, int64_t n)
-{
-    if (dtype == BFLOAT16) {
-        const uint16_t *half = from;
-        for (int64_t i = 0; i < n; i++) to[i] = float_of((int32_t)((uint32_t)half[i] << 16));
-    }
-#ifdef __FLT16_MAX__
-    else {
-        const _Float16 *half = from;
-        for (int64_t i = 0; i < n; i++) to[i] = half[i];
-    }
-#endif
-}
-
-static void narrow(int dtype, const float *from, void *to, int64_t n)
-{
-    if (dtype == BFLOAT16) {
-        uint16_t *half = to;
-        for (int64_t i = 0; i < n; i++) {
-            uint32_t bits = (uint32_t)bits_f32(from[i]);
-            uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;      /* to nearest, ties to even */
-            half[i] = from[i] == from[i] ? (uint16_t)rounded : 0x7fc0;        /* a NaN must not round to inf */
-        }
-    }
-#ifdef __FLT16_MAX__
-    else {
-        _Float16 *half = to;
-        for (int64_t i = 0; i < n; i++) half[i] = (_Float16)from[i];
-    }
-#endif
-}
 
 /* ---- the weights from `begin` to `end` of one tensor ---- */
 
@@ -280,25 +247,15 @@ static int run(job job)
         plan_of[i] = plan;
     }
     job.plan_of = plan_of;
+    void *decays;
     if (call->dtype == FLOAT64) {
-        decay_f64 *decay = malloc((size_t)(plans + 1) * (sizeof *decay + (size_t)terms * sizeof(power_f64)));
-        if (!decay) goto no_memory;
-        power_f64 *powers = (power_f64 *)(decay + plans + 1);
-        for (int64_t k = 0; k < plans; k++)
-            decay[k] = plan_decay_f64(terms, call->p, call->c, scales[k], powers + k * terms, job.traits);
-        job.decay_f64 = decay;
-        run_chunks(&job, chunk, chunks_before);
-        free(decay);
+        job.decay_f64 = decays = plan_decays_f64(terms, call->p, call->c, plans, scales, job.traits);
     } else {
-        decay_f32 *decay = malloc((size_t)(plans + 1) * (sizeof *decay + (size_t)terms * sizeof(power_f32)));
-        if (!decay) goto no_memory;
-        power_f32 *powers = (power_f32 *)(decay + plans + 1);
-        for (int64_t k = 0; k < plans; k++)
-            decay[k] = plan_decay_f32(terms, call->p, call->c, scales[k], powers + k * terms, job.traits);
-        job.decay_f32 = decay;
-        run_chunks(&job, chunk, chunks_before);
-        free(decay);
+        job.decay_f32 = decays = plan_decays_f32(terms, call->p, call->c, plans, scales, job.traits);
     }
+    if (!decays) goto no_memory;
+    run_chunks(&job, chunk, chunks_before);
+    free(decays);
     free(scales);
     free(plan_of);
     return DONE;

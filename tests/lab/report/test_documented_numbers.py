@@ -48,6 +48,8 @@ def test_tables_of_speed_match_the_record(monkeypatch):
     record = json.loads(speed_tables.RECORD.read_text())
     committed = {path.stem: path.read_text() for path in (ROOT / "docs/_data").glob("speed_*.md")}
     assert committed == speed_tables.tables(record)
+    readme = speed_tables.README.read_text(encoding="utf-8")
+    assert speed_tables.with_table(readme, record) == readme
 
 
 def test_tables_of_the_readme_are_tables_of_the_study():
