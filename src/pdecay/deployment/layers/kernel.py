@@ -10,9 +10,14 @@ from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch._C import _disabled_torch_dispatch_impl
+from torch._C import (
+    _disabled_torch_dispatch_impl,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+)
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from pdecay._native.build import KernelUnavailable, load
 
@@ -55,9 +60,9 @@ def is_traced(x: Tensor) -> bool:
     The kernel accesses raw memory, which tracers cannot see, so it must not run then.
     """
     return (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch._C._len_torch_dispatch_stack() > 0
+        is_compiling()
+        or _is_tracing()
+        or _len_torch_dispatch_stack() > 0
         or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or (
@@ -106,7 +111,8 @@ class Call:
         if more is None:
             return self._run(self._address, x, None)
         if self._can_add(more):
-            return self._run(self._address, x, in_memory(more.expand_as(self._like)))
+            more = in_memory(more.expand_as(self._like))
+            return self._run(self._address, x, more.data_ptr())
         without_relu = _Struct.from_buffer_copy(self._plan.struct)
         without_relu.relu = 0
         y = self._run(ctypes.addressof(without_relu), x, None) + more
@@ -124,17 +130,18 @@ class Call:
         sizes = zip(reversed(more.shape), reversed(like.shape), strict=False)
         return more.dim() <= like.dim() and all(one in (1, full) for one, full in sizes)
 
-    def _run(self, plan: int, x: Tensor, more: Tensor | None) -> Tensor:
-        x = in_memory(x)
-        if not x.data_ptr() and x.numel():  # its storage was resized to 0, as FSDP does
-            raise ValueError("the memory of the input was freed: give a tensor with values")
+    def _run(self, plan: int, x: Tensor, more: int | None) -> Tensor:
+        """Call the kernel with the addresses of a plan and of the numbers to add, if any."""
+        address = x.data_ptr()
+        if not address or not x.is_contiguous() or x.is_neg():  # `in_memory`, if it is needed
+            x = in_memory(x)
+            address = x.data_ptr()
+            if not address and x.numel():  # its storage was resized to 0, as FSDP does
+                raise ValueError("the memory of the input was freed: give a tensor with values")
         out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
         threads = min(torch.get_num_threads(), self._threads)
         scratch = _scratch(threads * self._scratch) if self._scratch else None
-        self._function(
-            *(plan, self._count, x.data_ptr(), None if more is None else more.data_ptr()),
-            *(out.data_ptr(), scratch, threads),
-        )
+        self._function(plan, self._count, address, more, out.data_ptr(), scratch, threads)
         return out
 
 
