@@ -76,15 +76,6 @@ def test_model_depends_on_seed_only():
     assert not torch.equal(one[0], other[0])
 
 
-def test_batches_start_at_any_step():
-    task = with_data("digits", "quick")
-    walked = list(itertools.islice(task.batches(5), 60))
-    resumed = list(itertools.islice(task.batches(5, start=40), 20))
-    for (x, y), (other_x, other_y) in zip(walked[40:], resumed, strict=True):
-        assert torch.equal(x, other_x)
-        assert torch.equal(y, other_y)
-
-
 def train(task: Task, model, optimizer, scheduler, steps, seed=0) -> float:
     loss = torch.tensor(0.0)
     for step in steps:

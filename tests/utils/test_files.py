@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pdecay
-from pdecay._utils.files import replacing
+from pdecay._utils.files import check_output_file, replacing
 
 
 @pytest.fixture
@@ -82,3 +82,14 @@ def test_failed_write_reports_its_own_error(tmp_path, limited_file_size):
     assert caught.value.filename == str(path)
     assert path.read_bytes() == b"old"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_only_regular_files_are_output_files(tmp_path):
+    path = tmp_path / "model.onnx"
+    assert check_output_file(path, (".onnx",)) == path
+    path.write_bytes(b"old")
+    assert check_output_file(path, (".onnx",)) == path
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="is a pipe or a device"):
+        check_output_file(path, (".onnx",))

@@ -6,6 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import (
+    DispatchKey,
+    _dispatch_tls_is_dispatch_key_included,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+)
+from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_compiling
 
 
 def is_tracing() -> bool:
@@ -15,12 +23,13 @@ def is_tracing() -> bool:
     FakeTensorMode, a user's logger), in ``torch.func`` transforms (vmap, grad) and in
     torch.jit.trace. Values must then not be read, and kernels outside torch must not be called.
     """
+    # Sparse layers call this at each forward, so that the names are imported, not looked up.
     return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
-        or torch._C._is_tracing()
+        is_compiling()
+        or _len_torch_dispatch_stack() > 0
+        or peek_interpreter_stack() is not None
+        or _dispatch_tls_is_dispatch_key_included(DispatchKey.PreDispatch)
+        or _is_tracing()
     )
 
 

@@ -1,4 +1,4 @@
-"""Atomic file writes and a folder lock that survive a killed process."""
+"""Atomic file writes and a folder lock that survive a killed process, and checks of paths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -53,6 +53,18 @@ def check_folder_of(path: Path) -> None:
     """Raise FileNotFoundError if the folder of a file to write does not exist."""
     if not Path(os.path.realpath(path)).parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "No such folder, create it first", str(path.parent))
+
+
+def check_output_file(path: str | os.PathLike[str], suffixes: Iterable[str]) -> Path:
+    """Return the path of a file to write; raise ValueError before any work if it is invalid."""
+    target = Path(path)
+    if target.suffix not in suffixes:
+        raise ValueError(f"the name must end with {' or '.join(suffixes)}, got {str(target)!r}")
+    if target.is_dir():
+        raise ValueError(f"{str(target)!r} is a folder: give the name of a file")
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{str(target)!r} is a pipe or a device: give the name of a file")
+    return target
 
 
 def _permissions(path: Path) -> int | None:

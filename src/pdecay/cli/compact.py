@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from pdecay.deployment.model.errors import DeploymentError
 
     if args.out is not None:
-        models.check_target("--out", args.out, HOW_TO_LOAD)
+        models.check_output("--out", args.out, HOW_TO_LOAD)
     model, example = models.model_of(args)
     try:
         smaller = compact(model, example, fold=not args.no_fold)

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from pdecay.deployment.runtime.pipeline import deploy
 
     if args.out is not None:
-        models.check_target("--out", args.out, [".safetensors"])
+        models.check_output("--out", args.out, [".safetensors"])
     if args.save_plan is not None:
         check_writable(args.save_plan.parent)
     if args.threads is not None:

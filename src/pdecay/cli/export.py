@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("there is nothing to write: give --onnx, --sparse or --dense")
     for name, suffix in _SUFFIXES.items():
         if (file := getattr(args, name)) is not None:
-            models.check_target(f"--{name}", file, [suffix])
+            models.check_output(f"--{name}", file, [suffix])
     if args.sparse is not None and args.sparse == args.dense:
         raise UsageError(
             f"--sparse and --dense must be different files, got {str(args.dense)!r} for both"

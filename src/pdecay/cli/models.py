@@ -1,4 +1,4 @@
-"""Code that ``pdecay compact`` and ``pdecay export`` share: the model and the output files."""
+"""Code that ``pdecay compact``, ``deploy`` and ``export`` share: the model and the output files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdecay._utils.files import check_output_file
 from pdecay.cli.common import UsageError, add, call, check_writable, kind
 
 if TYPE_CHECKING:
@@ -26,12 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--prune", text, float, metavar="T")
 
 
-def check_target(option: str, path: Path, suffixes: Iterable[str]) -> None:
+def check_output(option: str, path: Path, suffixes: Iterable[str]) -> None:
     """Check, before any work, that a file has a known suffix and can be written."""
-    from pdecay.deployment.export import target
-
     try:
-        target.check_target(path, suffixes)
+        check_output_file(path, suffixes)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
     check_writable(path.parent)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu, scaled_dot_product_attention
 
+_VARIANCE = 5e-4  # added to each variance, so that whitening does not amplify noise
+
 
 class MLP(nn.Module):
     """Linear layers with ReLU between them, on flattened inputs."""
@@ -107,11 +109,11 @@ class Whitening(nn.Conv2d):
         self.register_buffer("weight", weight)
 
     @torch.no_grad()
-    def fit(self, images: Tensor, eps: float = 5e-4) -> None:
+    def fit(self, images: Tensor) -> None:
         """Set the filters from standardised training images."""
         patches = nn.functional.unfold(images, 3).transpose(1, 2).flatten(0, 1)
         variances, components = torch.linalg.eigh(patches.T @ patches / len(patches))
-        filters = (components / (variances + eps).sqrt()).T.view(-1, *self.weight.shape[1:])
+        filters = (components / (variances + _VARIANCE).sqrt()).T.view(-1, *self.weight.shape[1:])
         self.weight.copy_(torch.cat([filters, -filters]))
 
 

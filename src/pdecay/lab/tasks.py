@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -71,16 +71,12 @@ class Task:
             model = self.build().to(self.device)
         for module in model.modules():
             if isinstance(module, Whitening):
-                module.fit(torch.cat([inputs for inputs, _ in islice(self.batches(0), 16)]))
+                module.fit(torch.cat([self.batch(0, step)[0] for step in range(16)]))
         return model
 
     def batch(self, seed: int, step: int) -> Batch:
         """Return the inputs and targets of a training step, the same at every call."""
         return self.stream.batch(seed, step)
-
-    def batches(self, seed: int, start: int = 0) -> Iterator[Batch]:
-        """Iterate over the training batches from a step on, without end."""
-        return (self.batch(seed, step) for step in count(start))
 
     def validation(self) -> Iterator[Batch]:
         """Iterate over the validation split, which settings are chosen on."""

@@ -389,7 +389,7 @@ def test_concurrent_calls_beyond_cache_size():
 
 
 @needs_kernel
-@pytest.mark.parametrize("transform", ["functionalize", "vmap", "make_fx", "fake"])
+@pytest.mark.parametrize("transform", ["functionalize", "vmap", "make_fx", "pre_dispatch", "fake"])
 def test_transforms_use_dense_layer(transform):
     """Traced tensors may have no memory, and the kernel's work would not be recorded."""
     with torch.inference_mode(False), torch.no_grad():
@@ -402,6 +402,8 @@ def test_transforms_use_dense_layer(transform):
             got = torch.func.vmap(sparse)(x)
         elif transform == "make_fx":
             got = make_fx(sparse)(torch.randn(3, 8))(x)
+        elif transform == "pre_dispatch":
+            got = make_fx(sparse, pre_dispatch=True)(torch.randn(3, 8))(x)
         else:
             with FakeTensorMode(allow_non_fake_inputs=True) as mode:
                 fake = mode.from_tensor(x)

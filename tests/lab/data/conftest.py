@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pdecay.lab.data import cifar10
+from pdecay.lab.data import cifar10, sources
 
 
 @pytest.fixture
@@ -31,6 +31,16 @@ def folder(tmp_path, monkeypatch) -> Path:
 def _no_pause_between_downloads(monkeypatch) -> None:
     """Let pooch repeat a failed download at once."""
     monkeypatch.setattr("pooch.core.time", SimpleNamespace(sleep=lambda seconds: None))
+
+
+@pytest.fixture
+def no_downloads(monkeypatch) -> None:
+    """Make all downloads fail: official files are tested only where they exist."""
+
+    def refuse(remote: sources.Remote, folder: Path) -> Path:
+        raise sources.DataError("tests download nothing")
+
+    monkeypatch.setattr(sources, "fetch", refuse)
 
 
 class _QuietHandler(SimpleHTTPRequestHandler):

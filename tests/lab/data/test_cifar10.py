@@ -20,7 +20,7 @@ HERE = Path("data_batch_1")
 
 
 def test_load(small_cifar):
-    images = cifar10.load(download=False)
+    images = cifar10.load()
     assert images.train[0].shape == (90, 3, 32, 32)
     assert images.train[0].dtype == torch.uint8
     assert images.validation[1].tolist() == [i % 10 for i in range(10, 20)]
@@ -87,7 +87,7 @@ def test_malicious_pickle_runs_no_code(small_cifar, batch, tmp_path, call, proto
     raw = batch(protocol=protocol, labels=[call(mark)])
     (small_cifar / "data_batch_3").write_bytes(raw)
     with pytest.raises(DataError, match="nothing was run") as raised:
-        cifar10.load(download=False)
+        cifar10.load()
     assert "data_batch_3" in str(raised.value)
     assert not mark.exists()
     mark.unlink(missing_ok=True)
@@ -134,13 +134,13 @@ def test_other_pickle_is_reported(content):
 def test_missing_file_is_reported(small_cifar):
     (small_cifar / "test_batch").unlink()
     with pytest.raises(DataError, match="has no test_batch: unpack"):
-        cifar10.load(download=False)
+        cifar10.load()
 
 
 def test_wrong_number_of_images_is_reported(small_cifar, batch):
     (small_cifar / "data_batch_2").write_bytes(batch(rows=10))
     with pytest.raises(DataError, match=r"data_batch_2 .* 10 images, not 20"):
-        cifar10.load(download=False)
+        cifar10.load()
 
 
 def test_altered_labels_are_reported(small_cifar, batch):
@@ -148,7 +148,7 @@ def test_altered_labels_are_reported(small_cifar, batch):
         batch(labels=[0, 0, *(i % 10 for i in range(2, 20))])
     )
     with pytest.raises(DataError, match="labels are not those"):
-        cifar10.load(download=False)
+        cifar10.load()
 
 
 def pack(place: Path, archive: Path, monkeypatch, leave_out: str = "") -> None:
@@ -169,7 +169,7 @@ def pack(place: Path, archive: Path, monkeypatch, leave_out: str = "") -> None:
 
 def test_archive_is_read_without_unpacking(small_cifar, folder, monkeypatch):
     pack(small_cifar, folder / "cifar-10-python.tar.gz", monkeypatch)
-    assert len(cifar10.load(download=False).train[1]) == 90
+    assert len(cifar10.load().train[1]) == 90
     assert [file.name for file in folder.iterdir()] == ["cifar-10-python.tar.gz"]
     assert not (folder.parent / "evil").exists()
 
@@ -179,13 +179,13 @@ def test_altered_archive_is_reported(small_cifar, folder, monkeypatch):
     pack(small_cifar, archive, monkeypatch)
     archive.write_bytes(archive.read_bytes()[:-1])
     with pytest.raises(DataError, match="sha256 is"):
-        cifar10.load(download=False)
+        cifar10.load()
 
 
 def test_incomplete_archive_is_reported(small_cifar, folder, monkeypatch):
     pack(small_cifar, folder / "cifar-10-python.tar.gz", monkeypatch, leave_out="test_batch")
     with pytest.raises(DataError, match="lacks test_batch"):
-        cifar10.load(download=False)
+        cifar10.load()
 
 
 def test_truncated_archive_is_reported(small_cifar, folder, monkeypatch):
@@ -194,7 +194,7 @@ def test_truncated_archive_is_reported(small_cifar, folder, monkeypatch):
     archive.write_bytes(archive.read_bytes()[:5000])
     monkeypatch.setattr(sources, "check_digest", lambda *_: None)
     with pytest.raises(DataError, match="cannot be unpacked"):
-        cifar10.load(download=False)
+        cifar10.load()
 
 
 def test_download(small_cifar, folder, tmp_path, monkeypatch, url):
@@ -206,15 +206,17 @@ def test_download(small_cifar, folder, tmp_path, monkeypatch, url):
     assert (sources.cache_folder() / "cifar-10-python.tar.gz").exists()
 
 
+@pytest.mark.usefixtures("no_downloads")
 def test_missing_data_error(folder):
     with pytest.raises(DataError, match=r"CIFAR-10 was not found in .*Put cifar-10-python.tar.gz"):
-        cifar10.load(download=False)
+        cifar10.load()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_downloads")
 def test_official_files():
     try:
-        images = cifar10.load(download=False)
+        images = cifar10.load()
     except DataError as error:
         if "was not found" not in str(error):
             raise

@@ -34,7 +34,7 @@ def small(folder, idx, monkeypatch):
 
 
 def test_load(small):
-    images = fashion.load(download=False)
+    images = fashion.load()
     assert images.train[0].shape == (24, 1, 28, 28)
     assert images.validation[0].shape == (6, 1, 28, 28)
     assert images.test[0].dtype == torch.uint8
@@ -47,7 +47,7 @@ def test_load_from_other_folders(small, place):
     (small.parent / place).mkdir(parents=True, exist_ok=True)
     for file in list(small.iterdir()):
         file.rename(small.parent / place / file.name)
-    assert len(fashion.load(download=False).test[1]) == 10
+    assert len(fashion.load().test[1]) == 10
 
 
 def test_load_from_debians_package(small, monkeypatch):
@@ -57,7 +57,7 @@ def test_load_from_debians_package(small, monkeypatch):
     package = small.parent / "package"
     small.rename(package)
     monkeypatch.setattr(fashion, "DEBIAN", package)
-    assert len(fashion.load(download=False).test[1]) == 10
+    assert len(fashion.load().test[1]) == 10
 
 
 WHOLE = gzip.compress(bytes(50), mtime=0)
@@ -77,7 +77,7 @@ def test_damaged_file_is_reported(small, raw, message):
     path = small / "train-labels-idx1-ubyte.gz"
     path.write_bytes(raw)
     with pytest.raises(DataError, match=message) as raised:
-        fashion.load(download=False)
+        fashion.load()
     assert str(path) in str(raised.value)
     assert "delete it" in str(raised.value)
 
@@ -88,7 +88,7 @@ def test_altered_pixel_is_reported(small, idx):
     raw[-1] ^= 1
     path.write_bytes(raw)
     with pytest.raises(DataError, match="sha256 of its content"):
-        fashion.load(download=False)
+        fashion.load()
 
 
 def test_download_is_cached(small, monkeypatch, url):
@@ -118,9 +118,10 @@ def test_missing_data_error(small, folder, monkeypatch):
     assert f"into {folder}" in str(raised.value)
 
 
+@pytest.mark.usefixtures("no_downloads")
 def test_official_files():
     try:
-        images = fashion.load(download=False)
+        images = fashion.load()
     except DataError as error:
         if "was not found" not in str(error):
             raise

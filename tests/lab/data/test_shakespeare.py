@@ -64,7 +64,7 @@ def test_download(folder, real, tmp_path, monkeypatch, url):
 
 
 def test_official_text(real):
-    text = shakespeare.load(download=False)
+    text = shakespeare.load()
     assert (len(text.train), len(text.validation), len(text.test)) == (1_003_854, 55_770, 55_770)
     assert len(text.symbols) == shakespeare.SYMBOLS
     assert text.decode(text.train[:14]) == "First Citizen:"

@@ -2,7 +2,6 @@
 
 onnx        ONNX files, verified in ONNX Runtime
 torch_file  ``.pt2`` programs of torch.export, and pickled ``.pt`` modules
-target      checks of the path to write
 """
 
 from pdecay.deployment.export.onnx import OnnxFile, export_onnx

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdecay._utils.files import check_folder_of
-from pdecay.deployment.export.target import check_target
+from pdecay._utils.files import check_folder_of, check_output_file
 from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import difference, outputs
@@ -75,7 +74,7 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
         raise TypeError(f"export_onnx needs a torch.nn.Module, got {type(model).__name__}")
     check_installed()
     inputs = Inputs.of(example_inputs)
-    target = check_target(path, (".onnx",))
+    target = check_output_file(path, (".onnx",))
     check_folder_of(target)
     program = exported(model, inputs)
     with quiet():

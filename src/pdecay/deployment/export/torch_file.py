@@ -10,8 +10,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from pdecay._utils.files import replacing
-from pdecay.deployment.export.target import check_target
+from pdecay._utils.files import check_output_file, replacing
 from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import agree, outputs
@@ -49,7 +48,7 @@ def export_torch(model: nn.Module, path: str | os.PathLike[str], example_inputs:
     Raises:
         ExportError: if the model cannot be exported. Nothing is written then.
     """
-    target = check_target(path, HOW_TO_LOAD)
+    target = check_output_file(path, HOW_TO_LOAD)
     inputs = Inputs.of(example_inputs)
     with replacing(target) as file:
         if target.suffix == ".pt2":

@@ -10,15 +10,10 @@ from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _disabled_torch_dispatch_impl,
-    _is_tracing,
-    _len_torch_dispatch_stack,
-)
-from torch._C._functorch import peek_interpreter_stack
+from torch._C import _disabled_torch_dispatch_impl
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
+from pdecay._core.tensors import is_tracing
 from pdecay._native.build import KernelUnavailable, load
 
 # Minimum multiply-adds per thread: starting a thread costs a few microseconds.
@@ -60,10 +55,7 @@ def is_traced(x: Tensor) -> bool:
     The kernel accesses raw memory, which tracers cannot see, so it must not run then.
     """
     return (
-        is_compiling()
-        or _is_tracing()
-        or _len_torch_dispatch_stack() > 0
-        or peek_interpreter_stack() is not None
+        is_tracing()
         or forward_ad._current_level >= 0
         or (
             type(x) is not Tensor

@@ -168,18 +168,8 @@ def embedding_bag(
 ) -> Any:
     """Sum the embeddings of bags. The kernel checks the indices, but not all offsets."""
     _check_offsets(indices, offsets)
-    outputs: tuple[Tensor, ...] = torch.ops.aten.embedding_bag.default(
-        weight, indices, offsets, *args, **kwargs
-    )
-    return outputs
-
-
-def embedding_bag_padded(
-    weight: Tensor, indices: Tensor, offsets: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """Sum the embeddings of bags, without the embedding of the padding."""
-    _check_offsets(indices, offsets)
-    outputs: tuple[Tensor, ...] = torch.ops.aten.embedding_bag.padding_idx(
+    # torch chooses the overload: with `padding_idx` or without.
+    outputs: tuple[Tensor, ...] = torch.ops.aten.embedding_bag(
         weight, indices, offsets, *args, **kwargs
     )
     return outputs
@@ -199,7 +189,7 @@ _CHECKED: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     torch.ops.aten._weight_norm.default: weight_norm,
     torch.ops.aten.embedding_bag.default: embedding_bag,
-    torch.ops.aten.embedding_bag.padding_idx: embedding_bag_padded,
+    torch.ops.aten.embedding_bag.padding_idx: embedding_bag,
     torch.ops.aten.lstm.input: lstm,
 }
 

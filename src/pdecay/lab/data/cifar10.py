@@ -36,12 +36,10 @@ _REMOTE = Remote(
 )
 
 
-def load(*, download: bool = True) -> Images:
+def load() -> Images:
     """Load CIFAR-10, unpacked or as the archive, from ``PDECAY_DATA``, the cache or a download."""
     put = f"{_REMOTE.name} ({_REMOTE.urls[0]}), or its folder {FOLDER},"
-    path = sources.find_or_fetch(
-        (FOLDER, _REMOTE.name), _REMOTE, what="CIFAR-10", put=put, download=download
-    )
+    path = sources.find_or_fetch((FOLDER, _REMOTE.name), _REMOTE, what="CIFAR-10", put=put)
     names = (*TRAIN, TEST)
     contents = _read_folder(path, names) if path.is_dir() else _read_archive(path, names)
     batches = []

@@ -55,11 +55,11 @@ _FILES = (
 )
 
 
-def load(*, download: bool = True) -> Images:
+def load() -> Images:
     """Load Fashion-MNIST from ``PDECAY_DATA``, the cache, Debian's package, or a download."""
     parts = []
     for name, shape, md5, sha256 in _FILES:
-        path = _locate(name, md5, download)
+        path = _locate(name, md5)
         raw = _content(path)
         found = hashlib.sha256(raw).hexdigest()
         if found != sha256:
@@ -82,7 +82,7 @@ def _content(path: Path) -> bytes:
         raise DataError(f"cannot read {path}: {error}. Check its permissions.") from error
 
 
-def _locate(name: str, md5: str, download: bool) -> Path:
+def _locate(name: str, md5: str) -> Path:
     names = tuple(f"{folder}/{file}" for folder in FOLDERS for file in (name, f"{name}.gz"))
     packaged = DEBIAN / f"{name}.gz"
     if packaged.exists() and sources.find(*names) is None:
@@ -93,6 +93,4 @@ def _locate(name: str, md5: str, download: bool) -> Path:
         "dataset-fashion-mnist is enough)"
     )
     what = f"{name} of Fashion-MNIST"
-    return sources.find_or_fetch(
-        names, remote, what=what, put=put, download=download, subfolder=FOLDERS[0]
-    )
+    return sources.find_or_fetch(names, remote, what=what, put=put, subfolder=FOLDERS[0])

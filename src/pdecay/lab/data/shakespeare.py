@@ -38,12 +38,10 @@ class Text:
         return "".join(self.symbols[i] for i in tokens.tolist())
 
 
-def load(*, download: bool = True) -> Text:
+def load() -> Text:
     """Load Tiny Shakespeare from ``PDECAY_DATA``, the cache, or a download."""
     put = f"{NAMES[0]} ({_REMOTE.urls[0]})"
-    path = sources.find_or_fetch(
-        NAMES, _REMOTE, what="Tiny Shakespeare", put=put, download=download
-    )
+    path = sources.find_or_fetch(NAMES, _REMOTE, what="Tiny Shakespeare", put=put)
     sources.check_digest(path, _REMOTE.digest)
     return encode(path.read_bytes().decode("ascii"))
 

@@ -81,13 +81,12 @@ def find(*names: str) -> Path | None:
     return next((path for path in candidates if path.exists()), None)
 
 
-def missing(what: str, put: str, reason: str = "") -> DataError:
+def missing(what: str, put: str, reason: str) -> DataError:
     """Return the error for data that were not found: `put` names the files to provide."""
     place = os.environ.get("PDECAY_DATA") or str(cache_folder())
     searched = ", ".join(str(folder) for folder in folders())
-    because = f" {reason}." if reason else ""
     return DataError(
-        f"{what} was not found in {searched}.{because} Put {put} into {place}, or set PDECAY_DATA "
+        f"{what} was not found in {searched}. {reason}. Put {put} into {place}, or set PDECAY_DATA "
         "to the folder that has it."
     )
 
@@ -98,7 +97,6 @@ def find_or_fetch(
     *,
     what: str,
     put: str,
-    download: bool,
     subfolder: str = ".",
 ) -> Path:
     """Return the path of a file, downloaded into the cache if necessary.
@@ -107,14 +105,11 @@ def find_or_fetch(
         names: relative paths to look for.
         remote: the file to download if none of them exists.
         what, put: the name of the data and the files to provide, for the error message.
-        download: whether downloading is allowed.
         subfolder: the folder inside the cache.
     """
     path = find(*names)
     if path is not None:
         return path
-    if not download:
-        raise missing(what, put)
     try:
         return fetch(remote, cache_folder() / subfolder)
     except DataError as error:

@@ -17,8 +17,6 @@ import torch
 from pdecay._utils.files import replacing
 
 _DIGEST_SIZE = hashlib.sha256().digest_size
-# The last record of a zip archive, 22 bytes from its end. Earlier versions wrote no digest.
-_ZIP_END, _ZIP_END_SIZE = b"PK\5\6", 22
 
 
 class DamagedError(Exception):
@@ -44,9 +42,7 @@ def load(path: Path) -> dict[str, Any]:
     content = path.read_bytes()
     body, digest = content[:-_DIGEST_SIZE], content[-_DIGEST_SIZE:]
     if hashlib.sha256(body).digest() != digest:
-        if not content[-_ZIP_END_SIZE:].startswith(_ZIP_END):
-            raise DamagedError("its contents do not match its digest")
-        body = content
+        raise DamagedError("its contents do not match its digest")
     try:
         loaded = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:

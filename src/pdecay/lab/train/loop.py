@@ -183,20 +183,17 @@ class Trainer:
         return {"accuracy": None, "loss": None}
 
 
-def schedule(optimizer: Optimizer, steps: int, warmup: int = 0, floor: float = _FLOOR) -> LambdaLR:
+def schedule(optimizer: Optimizer, steps: int, warmup: int) -> LambdaLR:
     """Return the paper's learning-rate schedule: linear warm-up, then a cosine.
 
-    The peak is the optimizer's own `lr`; the last step has `floor` times the peak.
+    The peak is the optimizer's own `lr`; the last step has a hundredth of it.
     """
     if not 0 <= warmup < steps:
         raise ValueError(f"warmup must be >= 0 and < steps, got {warmup} of {steps}")
-    if not 0 <= floor <= 1:
-        raise ValueError(f"floor must be from 0 to 1, got {floor}")
-    factor = functools.partial(lr_factor, steps=steps, warmup=warmup, floor=floor)
-    return LambdaLR(optimizer, factor)
+    return LambdaLR(optimizer, functools.partial(lr_factor, steps=steps, warmup=warmup))
 
 
-def lr_factor(step: int, steps: int, warmup: int, floor: float = _FLOOR) -> float:
+def lr_factor(step: int, steps: int, warmup: int) -> float:
     """Return the learning rate of a step, counted from 0, relative to the peak.
 
     Step ``warmup - 1`` has the peak and step ``steps - 1`` the lowest rate. The first rate is above
@@ -210,7 +207,7 @@ def lr_factor(step: int, steps: int, warmup: int, floor: float = _FLOOR) -> floa
     if done <= warmup:
         return done / warmup
     progress = min(1.0, (done - warmup) / (steps - warmup))
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    return _FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def _check_loadable(name: str, state: dict[str, Any]) -> None:
