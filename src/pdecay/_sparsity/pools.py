@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdecay._core.group_settings import Group, decayed_params
-from pdecay._core.validation import check_number
+from pdecay._core.ramp import check_target
 from pdecay._sparsity.ranking import count_zeros, kth_magnitude
 
 PerLayer = bool | Mapping[Tensor, float]
@@ -133,15 +133,6 @@ def check_per_layer(per_layer: PerLayer, groups: Iterable[Group]) -> None:
     unknown = [tuple(param.shape) for param in per_layer if param not in decayed]
     if unknown:
         raise ValueError(f"per_layer has tensors that do not decay, of shapes {unknown}")
-
-
-def check_target(name: str, target: object) -> float:
-    """Return a share above 0 and below 1, or raise ValueError."""
-    share = check_number(name, target)
-    if not 0 < share < 1:
-        hint = f"; for {share:g} %, pass {share / 100:g}" if 1 < share < 100 else ""
-        raise ValueError(f"{name} must be above 0 and below 1, got {target!r}{hint}")
-    return share
 
 
 @torch.no_grad()

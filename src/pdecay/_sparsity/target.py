@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pdecay._core.group_settings import Group
-from pdecay._core.ramp import cubic_ramp
+from pdecay._core.ramp import check_ramp, check_target, cubic_ramp, ramp_steps
 from pdecay._core.validation import check_count, check_number
 from pdecay._optim.hooks import (
     StepHooks,
@@ -54,7 +54,6 @@ from pdecay._sparsity.pools import (
     PerLayer,
     Pool,
     check_per_layer,
-    check_target,
     make_pools,
     steered,
 )
@@ -63,7 +62,6 @@ from pdecay._sparsity.pull import scale_at
 from pdecay._sparsity.ranking import count_zeros, kth_magnitude, zero_smallest_
 from pdecay._sparsity.target_state import complete_state, count_initial_zeros, remove_state
 
-_STAGES = 200  # updates of the scale along the ramp: ranking all weights each step would be slow
 _LAG = 0.1  # share of the ramp that a pulled weight has to shrink before it is set to zero
 _PULL: dict[Rank, float] = {"adaptive": 0.0, "magnitude": 1.0}
 
@@ -121,8 +119,7 @@ class SparsityTarget:
             if target_of(one) is not None:
                 raise ValueError("the optimizer has a SparsityTarget already; detach() it first")
         check_count("total_steps", total_steps)
-        if not 0 <= check_number("start", start) < check_number("end", end) <= 1:
-            raise ValueError(f"0 <= start < end <= 1 must hold, got start={start!r}, end={end!r}")
+        check_ramp(start, end)
         self.target = check_target("target", target)
         self.total_steps, self.start, self.end = total_steps, start, end
         self.per_layer = per_layer
@@ -131,9 +128,7 @@ class SparsityTarget:
         self.rank: Rank = rank
         self.pull = _PULL[rank] if pull is None else check_number("pull", pull)
         self._by_layer = bool(per_layer) or bool(self.floor)
-        self._begin = int(start * total_steps)
-        self._end = max(self._begin + 1, round(end * total_steps))
-        self._every = max(1, (self._end - self._begin) // _STAGES)
+        self._begin, self._end, self._every = ramp_steps(start, end, total_steps)
         check_per_layer(per_layer, self._groups())
         self._stepped: set[Optimizer] = set()  # the optimizers that took the current step
         self._probes = Probes()

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from pdecay._core.ramp import check_target
 from pdecay._core.validation import check_number
 from pdecay._optim.hooks import unwrap
 from pdecay._sparsity.counting import prune_, sparsity
 from pdecay._sparsity.freezing import decaying, freeze_zeros
-from pdecay._sparsity.pools import check_target
 from pdecay._sparsity.target import SparsityTarget, target_of
 
 _TOLERANCE = 1e-3  # a share of zeros that is lower by more than this misses the target

@@ -22,11 +22,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from pdecay._core.ramp import cubic_ramp
+from pdecay._core.ramp import check_ramp, check_target, cubic_ramp, ramp_steps
 from pdecay._core.validation import check_count, check_number
 from pdecay.keras._optimizers import HOLD, PNormDecay, decaying, zero_keeping
 
-_STAGES = 200  # updates of the scale along the ramp: ranking all weights each step would be slow
 _LAG = 0.1  # share of the ramp that a weight has to shrink before it is set to zero
 # The speed of the decay at tau, in units of the optimizer's typical update. From p = 1 on, larger
 # weights are pulled at least as hard as those at tau, and a full update would remove them too.
@@ -95,10 +94,8 @@ class SparsityTarget(SparsityLogger):
         end: float = 0.85,
     ) -> None:
         super().__init__(threshold=float(np.finfo(np.float32).smallest_normal))
-        if not 0 < check_number("target", target) < 1:
-            raise ValueError(f"target must be above 0 and below 1, got {target!r}")
-        if not 0 <= check_number("start", start) < check_number("end", end) <= 1:
-            raise ValueError(f"0 <= start < end <= 1 must hold, got start={start!r}, end={end!r}")
+        check_target("target", target)
+        check_ramp(start, end)
         if total_steps is not None:
             check_count("total_steps", total_steps)
         self.target, self.total_steps, self.start, self.end = target, total_steps, start, end
@@ -109,9 +106,7 @@ class SparsityTarget(SparsityLogger):
         """Place the ramp and switch the decay off until it starts."""
         optimizer = self._optimizer()
         total = self.total_steps or self._steps_of_fit(optimizer)
-        self._begin = int(self.start * total)
-        self._end = max(self._begin + 1, round(self.end * total))
-        self._every = max(1, (self._end - self._begin) // _STAGES)
+        self._begin, self._end, self._every = ramp_steps(self.start, self.end, total)
         self._before = None
         self._step = _steps(optimizer)
         if self._step == 0 or self._step < self._begin:

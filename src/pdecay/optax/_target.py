@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from pdecay._core.ramp import cubic_ramp
-from pdecay._core.validation import check_count, check_number
+from pdecay._core.ramp import check_ramp, check_target, cubic_ramp, ramp_steps
+from pdecay._core.validation import check_count
 from pdecay.optax._decay import Mask, Tree, check_params, has_nonzero, masked_to_weights
 
-_STAGES = 200  # prunings along the ramp: ranking all weights at each step would be slow
 _MOST = 2**31 - 1  # counts are 32-bit integers
 _BETA = 0.999  # of the running mean of squared gradients, as in pdecay.SparsityTarget
 _SMALLEST_SQUARE = 1e-36
@@ -107,14 +106,10 @@ def with_sparsity_target(
 def _pruning(
     target: float, total_steps: int, start: float, end: float, is_adaptive: bool
 ) -> optax.GradientTransformationExtraArgs:
-    if not 0 < check_number("target", target) < 1:
-        raise ValueError(f"target must be above 0 and below 1, got {target!r}")
+    check_target("target", target)
     check_count("total_steps", total_steps)
-    if not 0 <= check_number("start", start) < check_number("end", end) <= 1:
-        raise ValueError(f"0 <= start < end <= 1 must hold, got start={start!r}, end={end!r}")
-    first = int(start * total_steps)
-    last = max(first + 1, round(end * total_steps))
-    every = max(1, (last - first) // _STAGES)
+    check_ramp(start, end)
+    first, last, every = ramp_steps(start, end, total_steps)
     steps = [*range(first, last, every), last]
     shares = [target * cubic_ramp(step, first, last) for step in steps]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,7 +18,6 @@ from pdecay.deployment.compact.shrink import KeptPositions
 from pdecay.deployment.compact.trace import Call
 from pdecay.deployment.compact.units import FIXED
 
-_LISTS = ("tensors", "kept", "unknown", "parameters", "unused")
 _SHARED = (
     "they share positions with live units (in a sum, a head, a group, a depthwise convolution)"
 )
@@ -88,12 +88,8 @@ class CompactReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        plain = asdict(self)
-        for one in (*plain["tensors"], *plain["kept"]):
-            for key, value in one.items():
-                one[key] = list(value) if isinstance(value, tuple) else value
-        listed = {key: list(plain[key]) for key in _LISTS}
-        return {**plain, **listed}
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # tuples become lists
+        return plain
 
     def __str__(self) -> str:
         before, after = self.parameters

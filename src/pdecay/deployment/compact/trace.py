@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from pdecay.deployment.compact.units import Labels
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import tensors_of
+from pdecay.deployment.model.state import without_attention_fast_path
 
 
 @dataclass(eq=False)
@@ -165,24 +166,18 @@ def _record(
             outputs.extend(recorder.calls[-1].outs)
 
     error: Exception | None = None
-    with torch.no_grad(), _plain_attention(), recorder.track_modules(), recorder:
+    with (
+        torch.no_grad(),
+        without_attention_fast_path(),
+        sdpa_kernel(SDPBackend.MATH),  # matrix products and softmax: a fused kernel hides heads
+        recorder.track_modules(),
+        recorder,
+    ):
         try:
             wrap(run)(*(leaves[i] for i in tensor_indices))
         except Exception as raised:
             error = raised
     return Trace(recorder.calls, recorder.values, outputs, error)
-
-
-@contextlib.contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Compute attention by matrix products and softmax, not by a fused kernel that hides heads."""
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 class _Recorder(TorchDispatchMode):

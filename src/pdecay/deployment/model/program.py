@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from pdecay._utils.errors import one_line
 from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.state import evaluating
+from pdecay.deployment.model.state import evaluating, without_attention_fast_path
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,6 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """Let transformer layers call public operators instead of one fused private one."""
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-
-
 def _export(model: nn.Module, inputs: Inputs, *, free_batch: bool) -> ExportedProgram:
     shapes: Any = None
     if free_batch:
@@ -88,7 +77,7 @@ def _export(model: nn.Module, inputs: Inputs, *, free_batch: bool) -> ExportedPr
         shapes = tree_map(
             lambda leaf: {0: Dim.DYNAMIC} if isinstance(leaf, Tensor) else None, dict(named)
         )
-    with torch.no_grad(), _without_fast_path():
+    with torch.no_grad(), without_attention_fast_path():
         program = torch.export.export(
             model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False
         )

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -22,6 +23,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextlib.contextmanager
+def without_attention_fast_path() -> Iterator[None]:
+    """Let transformer layers call public operators instead of one fused private one."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def shared_copy(model: Model) -> Model:

@@ -126,6 +126,13 @@ def size_mismatch(call: Call) -> str:
     return f"{call} meets a fixed size"
 
 
+def split_groups(labels: Labels, groups: int, units: Units, call: Call) -> tuple[Labels, Labels]:
+    """Split the labels of a channel axis into those of the groups and those within a group."""
+    sizes = (groups, len(labels) // groups)
+    outer, inner = units.split(labels, sizes, f"{call} groups the channels in a second way")
+    return outer, inner
+
+
 def keep_all(values: Iterable[Value], units: Units, reason: str) -> None:
     """Keep the units of all axes."""
     for value in values:

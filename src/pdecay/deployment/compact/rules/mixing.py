@@ -19,6 +19,7 @@ from pdecay.deployment.compact.rules.base import (
     fixed_axes,
     keep_all,
     size_mismatch,
+    split_groups,
 )
 from pdecay.deployment.compact.trace import Call, Value
 from pdecay.deployment.compact.units import Labels, Units, fixed
@@ -178,10 +179,7 @@ class GroupNorm(Rule):
         return {"num_groups": self._groups(call, units)[0], "num_channels": call.ins[0].labels[1]}
 
     def _groups(self, call: Call, units: Units) -> tuple[Labels, Labels]:
-        labels, groups = call.ins[0].labels[1], call.args[6]
-        sizes = (groups, len(labels) // groups)
-        outer, inner = units.split(labels, sizes, f"{call} groups the channels in a second way")
-        return outer, inner
+        return split_groups(call.ins[0].labels[1], call.args[6], units, call)
 
     def _any_in_group(self, call: Call, mask: Tensor) -> Tensor:
         shape, groups = mask.shape, call.args[6]

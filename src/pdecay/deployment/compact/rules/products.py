@@ -6,7 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdecay.deployment.compact.rules.base import Consumer, Rule, reduce_mask, size_mismatch
+from pdecay.deployment.compact.rules.base import (
+    Consumer,
+    Rule,
+    reduce_mask,
+    size_mismatch,
+    split_groups,
+)
 from pdecay.deployment.compact.trace import Call, Value
 from pdecay.deployment.compact.units import Labels, Units, fixed
 
@@ -110,7 +116,7 @@ class Convolution(Rule):
             channels = units.join([groups.repeat(size), np.tile(weight.labels[1], len(groups))])
         else:
             channels = weight.labels[0]
-            outer, _ = _split_groups(channels, len(groups), units, call)
+            outer, _ = split_groups(channels, len(groups), units, call)
             units.tie(groups, outer, reason)
             units.tie(within, weight.labels[1], reason)
         out.labels = [x.labels[0], channels, *(fixed(n) for n in out.tensor.shape[2:])]
@@ -178,7 +184,7 @@ class Convolution(Rule):
         return {"groups": groups} if len(groups) > 1 else {}
 
     def _input_groups(self, call: Call, units: Units) -> tuple[Labels, Labels]:
-        return _split_groups(call.args[0].labels[1], call.args[8], units, call)
+        return split_groups(call.args[0].labels[1], call.args[8], units, call)
 
 
 def _operands(call: Call) -> tuple[Value | None, Value, Value]:
@@ -217,12 +223,6 @@ def _mask_product(a: Tensor, b: Tensor) -> Tensor:
 
 def _rows_equal(mask: Tensor) -> bool:
     return bool((mask == mask[..., :1, :]).all())
-
-
-def _split_groups(labels: Labels, groups: int, units: Units, call: Call) -> tuple[Labels, Labels]:
-    sizes = (groups, len(labels) // groups)
-    outer, inner = units.split(labels, sizes, f"{call} groups the channels in a second way")
-    return outer, inner
 
 
 def _transposed(call: Call) -> bool:
