@@ -57,6 +57,28 @@ def test_small_updates_are_not_lost(make, options):
     assert rounded == pytest.approx(exact, abs=3e-3)
 
 
+def train(weight, optimizer, steps):
+    for step in steps:
+        weight.grad = torch.sin(9 * weight.detach() + step)
+        optimizer.step()
+
+
+def check_resumes(start, steps):
+    """Train with a break in the middle and without; return the weight and the optimizer."""
+    half = steps // 2
+    weight, optimizer = start()
+    train(weight, optimizer, range(half))
+    saved = copy.deepcopy((weight.detach(), optimizer.state_dict()))
+    train(weight, optimizer, range(half, steps))
+    again, resumed = start()
+    again.data.copy_(saved[0])
+    resumed.load_state_dict(saved[1])
+    torch.manual_seed(123)  # the global generator does not matter
+    train(again, resumed, range(half, steps))
+    assert torch.equal(weight, again)
+    return weight, optimizer
+
+
 @pytest.mark.parametrize("make", [PAdam, PSGD])
 def test_resumes_exactly_and_reaches_the_target(make):
     def start():
@@ -68,21 +90,7 @@ def test_resumes_exactly_and_reaches_the_target(make):
         SparsityTarget(optimizer, 0.75, 40, rank=rank, pull=0.5, per_layer=True)
         return weight, optimizer
 
-    def train(weight, optimizer, steps):
-        for step in steps:
-            weight.grad = torch.sin(9 * weight.detach() + step)
-            optimizer.step()
-
-    weight, optimizer = start()
-    train(weight, optimizer, range(20))
-    saved = copy.deepcopy((weight.detach(), optimizer.state_dict()))
-    train(weight, optimizer, range(20, 40))
-    again, resumed = start()
-    again.data.copy_(saved[0])
-    resumed.load_state_dict(saved[1])
-    torch.manual_seed(123)  # the global generator does not matter
-    train(again, resumed, range(20, 40))
-    assert torch.equal(weight, again)
+    weight, optimizer = check_resumes(start, steps=40)
     assert (weight == 0).sum() == 192
     state = [value for value in optimizer.state[weight].values() if value.shape == weight.shape]
     assert state
@@ -98,20 +106,7 @@ def test_resumes_exactly_with_anchors(make, auxiliary):
         decay = {"decay": Lp(0.8, 1), "auxiliary": auxiliary}
         return weight, make([weight], lr=1e-2, stochastic_rounding=True, **decay)
 
-    def train(weight, optimizer, steps):
-        for step in steps:
-            weight.grad = torch.sin(9 * weight.detach() + step)
-            optimizer.step()
-
-    weight, optimizer = start()
-    train(weight, optimizer, range(10))
-    saved = copy.deepcopy((weight.detach(), optimizer.state_dict()))
-    train(weight, optimizer, range(10, 20))
-    again, resumed = start()
-    again.data.copy_(saved[0])
-    resumed.load_state_dict(saved[1])
-    train(again, resumed, range(10, 20))
-    assert torch.equal(weight, again)
+    weight, optimizer = check_resumes(start, steps=20)
     assert optimizer.state[weight]["anchor"].dtype == torch.bfloat16
     assert optimizer.state[weight]["anchor_steps"] == 20
     assert optimizer.state[weight]["anchor"].unique().numel() > 16  # it follows the weights

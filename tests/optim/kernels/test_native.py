@@ -466,17 +466,7 @@ print(new_threads(10), new_threads(10_000))
 def test_missing_step_counts_raise():
     w, g, m, v = ([torch.ones(3)] for _ in range(4))
     with pytest.raises(ValueError, match="0 step counts for 1 weights"):
-        native.adam_(
-            *(w, g, m, v, [], []),
-            terms=[],
-            lr=0.1,
-            beta1=0.9,
-            beta2=0.999,
-            eps=1e-8,
-            weight_decay=0.0,
-            amsgrad=False,
-            maximize=False,
-        )
+        native.adam_(w, g, m, v, [], [], terms=[], lr=0.1, **ADAM)
 
 
 def test_copy_copies_all_dtypes():
@@ -536,18 +526,14 @@ def test_dtensor_uses_its_local_part(tmp_path):
         dist.destroy_process_group()
 
 
-# ---- gradient scaling ----
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_adam_matches_torch_fused(dtype):
     torch.manual_seed(0)
     mine = [torch.randn(100).to(dtype) for _ in range(3)] + [torch.rand(100).to(dtype)]
     theirs = [tensor.clone() for tensor in mine]
     _adam_once(*mine, terms=[])
-    options = {name: value for name, value in ADAM.items() if name != "terms"}
     step = torch.tensor(5.0)
-    torch._fused_adamw_(*([tensor] for tensor in theirs), [], [step], lr=1e-2, **options)
+    torch._fused_adamw_(*([tensor] for tensor in theirs), [], [step], lr=1e-2, **ADAM)
     loose = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
     for one, two in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, two, **loose)
