@@ -164,11 +164,7 @@ def test_program_is_not_loaded_into_a_model(tmp_path):
         pdecay.save(model.state_dict(), tmp_path / "m.safetensors", example_inputs=x)
 
 
-class Counts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
+class ReturnsAnObject(nn.Module):
     def forward(self, x):
         return {"x": x, "cache": object()}
 
@@ -176,7 +172,7 @@ class Counts(nn.Module):
 def test_models_that_cannot_be_recorded(tmp_path):
     path = tmp_path / "m.safetensors"
     with pytest.raises(pdecay.ExportError, match=r"the output\['cache'\] is a object: a program"):
-        pdecay.save(Counts(), path, example_inputs=torch.randn(2, 4))
+        pdecay.save(ReturnsAnObject(), path, example_inputs=torch.randn(2, 4))
     assert not path.exists()
 
 
