@@ -47,8 +47,10 @@ def main() -> tuple[float, float]:
 
     model = Network(nnx.Rngs(0))
     schedule = optax.cosine_decay_schedule(3e-3, STEPS)
-    # lam is a schedule too: once the zeros are fixed, the other weights train without decay
-    lam = lambda step: jnp.where(step < 0.85 * STEPS, 1e-2, 0.0)  # noqa: E731
+
+    def lam(step):  # once the zeros are fixed, the other weights train without decay
+        return jnp.where(step < 0.85 * STEPS, 1e-2, 0.0)
+
     tx = optax.chain(padam(schedule, decay=[(0.8, lam)]), sparsity_target(SPARSITY, STEPS))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 

@@ -40,7 +40,10 @@ def monomials(states: np.ndarray) -> np.ndarray:
 
 def simulate(coefficients: np.ndarray, seconds: float, start: np.ndarray) -> np.ndarray:
     times = np.arange(0, seconds, STEP)
-    flow = lambda _, state: coefficients @ monomials(state)  # noqa: E731
+
+    def flow(_: float, state: np.ndarray) -> np.ndarray:
+        return coefficients @ monomials(state)
+
     return solve_ivp(flow, (0, seconds), start, t_eval=times, rtol=1e-6, atol=1e-6).y.T
 
 

@@ -55,8 +55,11 @@ GROUND = float(np.linalg.eigvalsh(qml.matrix(field, wire_order=range(QUBITS)))[0
 def train(p: jax.Array, lam: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the energy above the ground state and the angles."""
     schedule = optax.cosine_decay_schedule(0.05, STEPS)
-    # A zero stays zero at any positive lam: the other angles then train almost without decay.
-    strength = lambda step: jnp.where(step < DECAYED * STEPS, lam, 1e-9 * lam)  # noqa: E731
+
+    def strength(step: jax.Array) -> jax.Array:
+        # A zero stays zero at any positive lam: the other angles then train almost without decay.
+        return jnp.where(step < DECAYED * STEPS, lam, 1e-9 * lam)
+
     tx = padam(schedule, decay=[(p, strength)])
     angles = 0.3 * jax.random.normal(jax.random.key(seed), (LAYERS, 6, QUBITS))
 

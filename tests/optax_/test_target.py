@@ -41,7 +41,9 @@ def test_follows_the_cubic_ramp():
 
 @pytest.mark.parametrize("target", [0.5, 0.9, 0.99])
 def test_target_is_exact_after_the_decay(target):
-    lam = lambda t: jnp.where(t < 170, 0.003, 0.0)  # noqa: E731
+    def lam(t):
+        return jnp.where(t < 170, 0.003, 0.0)
+
     tx = optax.chain(padam(SCHEDULE, decay=[(0.8, lam)]), sparsity_target(target, 200))
     assert count(train(tx)) == round(600 * target)
 

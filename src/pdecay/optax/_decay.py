@@ -129,9 +129,12 @@ def masked_to_weights(
     tx: optax.GradientTransformation, mask: Mask | None
 ) -> optax.GradientTransformationExtraArgs:
     """Restrict a transformation to a mask, by default to tensors with two or more dimensions."""
-    default = lambda params: jax.tree.map(lambda w: jnp.ndim(w) >= 2, params)  # noqa: E731
-    mask = default if mask is None else mask
-    return optax.masked(tx, mask, mask_compatible_extra_args=True)
+
+    def matrices(params: Tree) -> Tree:
+        return jax.tree.map(lambda w: jnp.ndim(w) >= 2, params)
+
+    chosen = matrices if mask is None else mask
+    return optax.masked(tx, chosen, mask_compatible_extra_args=True)
 
 
 def check_pairs(decay: Any) -> list[tuple[Setting, Setting]]:
