@@ -75,9 +75,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _private_kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compile kernels into a folder of this run: tests neither read nor fill the user's cache."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # all workers share it
     with pytest.MonkeyPatch.context() as patch:
         if "PDECAY_CACHE" not in os.environ:
-            patch.setenv("PDECAY_CACHE", str(tmp_path_factory.mktemp("kernels")))
+            patch.setenv("PDECAY_CACHE", str(folder / "kernels"))
         yield
 
 

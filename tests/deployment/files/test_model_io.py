@@ -183,6 +183,7 @@ def test_dense_file_rejects_reserved_name(path):
     check_same(state, load(path))
 
 
+@pytest.mark.slow
 def test_transformers_loads_dense_file(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)

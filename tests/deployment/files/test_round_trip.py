@@ -29,6 +29,7 @@ TENSORS = st.builds(
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(NAMES, TENSORS, max_size=6))
 def test_state_dict_round_trip(tmp_path_factory, state):
