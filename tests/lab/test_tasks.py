@@ -267,7 +267,7 @@ def test_learning_rate_schedule():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((10, 10), "got 10 of 10"), ((10, -1), "got -1 of 10"), ((10, 1, 2.0), "floor .* got 2.0")],
+    [((10, 10), "got 10 of 10"), ((10, -1), "got -1 of 10")],
 )
 def test_invalid_schedule_is_refused(arguments, message):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
