@@ -6,8 +6,6 @@ CREPE (Kim et al., 2018) maps 64 ms of audio to 360 bins of pitch, 20 cents apar
 smallest network learns to repeat its outputs on synthetic tones while 80 % of the weights become 0.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from importlib.util import find_spec
 from itertools import pairwise
@@ -61,12 +59,14 @@ def main(steps: int = 600) -> float:
     student = deepcopy(teacher).requires_grad_(True)  # in eval mode: batch norms stay fixed
     optimizer = pdecay.PAdam(pdecay.param_groups(student), decay=pdecay.Lp(0.8, 1e-2))
     target = pdecay.SparsityTarget(optimizer, 0.8, total_steps=steps)
-    for _ in range(steps):
+    for step in range(steps):
         x = tones(32)[0]
         loss = F.binary_cross_entropy_with_logits(student(x), teacher(x).sigmoid())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if (step + 1) % 50 == 0:
+            print(f"step {step + 1}: loss {loss:.4f}, zeros {target.sparsity:.1%}")
     x, bins = tones(500)
     for name, model in (("original", teacher), ("sparse", student)):
         close = (model(x).argmax(1) - bins).abs() < 2.5
