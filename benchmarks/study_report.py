@@ -75,7 +75,7 @@ def tables() -> dict[str, str]:
     found = {}
     for task, scale in product(TASKS, SCALES):
         study = Study(task, scale)
-        if study.path("final").exists():
+        if study.path("tune").exists():
             found[_name(study)] = accuracy_table(study)
             found[f"{_name(study)}_gaps"] = gap_table(study)
         if study.path("deploy").exists():
