@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F  # noqa: N812 (torch's own convention)
 
 import pdecay
 
