@@ -669,7 +669,7 @@ class TestFrozenWarning:
 
 def test_float16_weights_are_reported():
     weight = torch.nn.Parameter(torch.randn(4, 4).half())
-    with pytest.warns(UserWarning, match=r"1 parameters are float16.* eps = 1e-08 are zero"):
+    with pytest.warns(UserWarning, match=r"1 parameters are float16, and eps = 1e-08\. .*are zero"):
         PAdam([weight])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

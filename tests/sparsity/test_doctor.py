@@ -153,7 +153,7 @@ def test_reports_non_finite_and_half_precision_weights():
     rounded = PAdam(model.parameters(), stochastic_rounding=True)
     assert not [finding for finding in doctor(model, rounded) if "bfloat16" in finding.message]
     model = small_model().half()
-    finding = the_finding(model, PAdam(model.parameters()), "float16, where squared gradients")
+    finding = the_finding(model, PAdam(model.parameters()), "In float16, squared gradients")
     assert finding.level == "warning"
     assert "16-mixed" in finding.cure
 

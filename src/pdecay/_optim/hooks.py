@@ -117,7 +117,9 @@ class StepHooks:
 
     def _loaded_hook(self, optimizer: Optimizer) -> None:
         checkpoint, self._checkpoint = self._checkpoint, None
-        if checkpoint is not None:
+        if (
+            checkpoint is not None
+        ):  # PAdam and PSGD need no hooks for this: a second call is a no-op
             restore_squares(local_optimizer(optimizer).state, optimizer, checkpoint)
 
 

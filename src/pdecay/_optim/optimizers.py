@@ -34,12 +34,16 @@ from pdecay._core.validation import check_number
 from pdecay._optim.adam_metric import metric_mean
 from pdecay._optim.engine import check_scalar, decay_rate
 from pdecay._optim.rounding import State, Streams, run_rounded
-from pdecay._optim.state_precision import restore_squares
+from pdecay._optim.state_precision import (
+    FLOAT16_CAUSE,
+    FLOAT16_REMEDY,
+    FLOAT16_ZERO,
+    restore_squares,
+)
 from pdecay._optim.steps import adam_step_, sgd_step_
 from pdecay._utils.user_warnings import warn_user
 
 _DEFAULT_DECAY = Lp(1, 1e-2)
-_ZERO_IN_FLOAT16 = 2.0**-25  # numbers up to this one are rounded to zero
 _HEALTH_CHECK = "_accelerator_graph_capture_health_check"
 if not hasattr(Optimizer, _HEALTH_CHECK):  # its name in older versions of torch
     _HEALTH_CHECK = "_cuda_graph_capture_health_check"
@@ -349,11 +353,10 @@ def _warn_of_float16(optimizer: Optimizer) -> None:
         group["eps"]
         for group in optimizer.param_groups
         for param in group["params"]
-        if param.dtype == torch.float16 and group["eps"] <= _ZERO_IN_FLOAT16
+        if param.dtype == torch.float16 and group["eps"] <= FLOAT16_ZERO
     ]
     if found:
         warn_user(
-            f"{len(found)} parameters are float16, where squared gradients below 3e-8 and "
-            f"eps = {found[0]:g} are zero: Adam divides by them, and the weights soon are "
-            "NaN. Keep float32 weights and use autocast, or use bfloat16."
+            f"{len(found)} parameters are float16, and eps = {found[0]:g}. {FLOAT16_CAUSE}: "
+            f"{FLOAT16_REMEDY}"
         )

@@ -1,4 +1,4 @@
-"""State in single precision for weights in half precision.
+"""The state of weights in half precision: what float16 loses, and state kept in float32.
 
 ``Optimizer.load_state_dict`` casts all state to the dtype of the weight. The running mean of
 squared gradients, which a ranking keeps, is in float32 for every weight. In bfloat16 it would lose
@@ -13,6 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+FLOAT16_ZERO = 2.0**-25  # float16 rounds numbers up to this one, about 3e-8, to zero
+FLOAT16_CAUSE = (
+    "In float16, squared gradients and eps below 3e-8 are zero, and Adam divides by them"
+)
+FLOAT16_REMEDY = (
+    "keep float32 weights and use autocast and a GradScaler (Lightning: '16-mixed' instead of "
+    "'16-true'), or use bfloat16"
+)
 
 SQUARES = "squared_gradient"  # the key in ``optimizer.state[param]``; see _sparsity/metric.py
 

@@ -15,6 +15,7 @@ from pdecay._core.parameters import frozen_in, is_norm, owners_of
 from pdecay._core.penalty import Penalty, magnitude
 from pdecay._optim.attachment import complete_groups, is_decaying
 from pdecay._optim.hooks import unwrap
+from pdecay._optim.state_precision import FLOAT16_CAUSE, FLOAT16_REMEDY
 from pdecay._sparsity.target import target_of
 
 Level = Literal["error", "warning", "hint"]
@@ -256,11 +257,8 @@ def _check_values(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
     if names[torch.float16]:
         yield Finding(
             "warning",
-            "trained in float16, where squared gradients below 3e-8 and eps = 1e-8 are zero: Adam "
-            "then divides by zero or takes far too large steps, and the sparsity at a given lam is "
-            f"another one: {_list(names[torch.float16])}",
-            "keep float32 weights and use autocast and a GradScaler (Lightning: '16-mixed' instead "
-            "of '16-true'), or use bfloat16",
+            f"trained in float16: {_list(names[torch.float16])}. {FLOAT16_CAUSE}",
+            FLOAT16_REMEDY,
         )
     if names[torch.bfloat16]:
         yield Finding(

@@ -42,6 +42,7 @@ from pdecay._optim.hooks import (
     local_optimizer,
     only_creates_state,
 )
+from pdecay._optim.state_precision import FLOAT16_CAUSE, FLOAT16_REMEDY
 from pdecay._sparsity.freezing import HOLD, decaying_list, hold_zeros, zero_keeping_groups
 from pdecay._sparsity.metric import (
     Rank,
@@ -312,8 +313,7 @@ class SparsityTarget:
         self._warned_of_non_finite = True
         half = any(param.dtype == torch.float16 for pool in self._pools() for param in pool.params)
         cause = (
-            "In float16, squared gradients below 3e-8 are zero, and Adam divides by them; keep "
-            "float32 weights and use autocast (Lightning: '16-mixed' instead of '16-true')"
+            f"{FLOAT16_CAUSE}: {FLOAT16_REMEDY}"
             if half
             else "Load the last good checkpoint; lower lr or clip the gradients"
         )
