@@ -113,7 +113,7 @@ def _prox(w: Array, strengths: dict[float, Strength]) -> Array:
     by_pieces = type(w) is Tensor and w.device.type == "cpu" and w.numel() > size
     if not by_pieces or any(getattr(lam, "ndim", 0) for lam in strengths.values()):
         return _prox_of_piece(w, strengths)
-    result = torch.empty(w.shape, dtype=w.dtype)
+    result = torch.empty(w.shape, dtype=w.dtype, device="cpu")
     for piece, out in zip(w.reshape(-1).split(size), result.view(-1).split(size), strict=True):
         out.copy_(_prox_of_piece(piece, strengths))
     return result

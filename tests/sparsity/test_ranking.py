@@ -208,6 +208,21 @@ class TestZeroSmallest:
         zero_smallest_([weights], 10_000)
         assert count_zeros([weights]) == 10_000
 
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+    def test_default_dtype_and_device_are_ignored(self, monkeypatch, dtype):
+        weights = torch.randn(40 * 4096, generator=torch.Generator().manual_seed(0))
+        expected = weights.clone()
+        largest = zero_smallest_([expected], 70_000)
+        monkeypatch.setattr(ranking, "_SAMPLED_FROM", 1)
+        monkeypatch.setattr(ranking, "_SAMPLE", 2)
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"):
+                assert zero_smallest_([weights], 70_000) == largest
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert torch.equal(weights, expected)
+
     def test_strided_views_and_parameters(self):
         base = torch.arange(1.0, 13.0).reshape(3, 4)
         zero_smallest_([base.T], 3)

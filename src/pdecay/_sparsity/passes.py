@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from pdecay._native.build import KernelUnavailable, load
 
 # Weights without any gradient rank first, by magnitude. In float32 their scores do not underflow.
 SMALLEST_SQUARE = 1e-36
+# C writes to memory of this kind, whatever the user's default dtype and default device are.
+_INT64: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
 
 
 def supports(*tensors: Tensor) -> bool:
@@ -59,7 +62,7 @@ def histogram(
     With `squares`, these are the patterns of the scores of :func:`scores_`, which are not stored.
     With `every`, a sample is counted: the first of so many blocks of 4096 numbers.
     """
-    counts = torch.zeros(1 << (known - shift), dtype=torch.int64)
+    counts = torch.zeros(1 << (known - shift), **_INT64)
     where = (ranked.data_ptr(), *_second(squares), ranked.numel())
     threads = torch.get_num_threads()
     if _call("pdecay_histogram", *where, every, prefix, known, shift, counts.data_ptr(), threads):
@@ -74,8 +77,8 @@ def between(
 
     Return None if there are more than `capacity`.
     """
-    selected = torch.empty(capacity)
-    inside, below = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    selected = torch.empty(capacity, dtype=torch.float32, device="cpu")
+    inside, below = torch.zeros(1, **_INT64), torch.zeros(1, **_INT64)
     for tensor, square in zip(tensors, squares, strict=True):
         where = (tensor.data_ptr(), *_second(square), tensor.numel(), low, high)
         memory = (selected.data_ptr(), capacity, inside.data_ptr(), below.data_ptr())

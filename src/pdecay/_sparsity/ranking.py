@@ -172,11 +172,11 @@ class _Ranking:
             return None
         if not all(map(passes.supports, self.tensors)):
             return None
-        counts = torch.zeros(1 << (31 - _SAMPLE_SHIFT), dtype=torch.int64)
+        counts = torch.zeros(1 << (31 - _SAMPLE_SHIFT), dtype=torch.int64, device="cpu")
         for tensor, squares in zip(self.tensors, self.squares, strict=True):
             counts += passes.histogram(tensor, 0, 31, _SAMPLE_SHIFT, squares, _SAMPLE)
-        shares = counts.cumsum(0) / counts.sum()
-        ends = torch.tensor([k / size - _MARGIN, k / size + _MARGIN], dtype=shares.dtype)
+        shares = counts.cumsum(0).double() / counts.sum()  # not the default dtype
+        ends = shares.new_tensor([k / size - _MARGIN, k / size + _MARGIN])
         low, high = torch.searchsorted(shares, ends.clamp(0, 1)).tolist()
         high = min(high + 1, len(counts)) << _SAMPLE_SHIFT
         found = passes.between(self.tensors, self.squares, low << _SAMPLE_SHIFT, high, size // 8)
@@ -244,7 +244,7 @@ class _Ranking:
                 counts[groups] + found.to(counts[groups].device) if groups in counts else found
             )
         summed = [sum_over_ranks_(local, groups).cpu() for groups, local in counts.items()]
-        return sum(summed, start=torch.zeros(length, dtype=torch.int64))
+        return sum(summed, start=torch.zeros(length, dtype=torch.int64, device="cpu"))
 
     def bits(self, piece: Tensor) -> Tensor:
         """Return the bit patterns of the magnitudes as integers of the same order."""
@@ -254,7 +254,8 @@ class _Ranking:
 
     def number(self, pattern: int) -> float:
         """Return the magnitude of a bit pattern."""
-        return float(torch.tensor(pattern, dtype=_INTEGER[self.dtype]).view(self.dtype))
+        integer = torch.tensor(pattern, dtype=_INTEGER[self.dtype], device="cpu")
+        return float(integer.view(self.dtype))
 
 
 def _split(flat: Tensor) -> tuple[Tensor, ...]:

@@ -273,7 +273,7 @@ def _vector(values: Sequence[Number], dtype: torch.dtype, device: torch.device) 
     """Return the numbers as one tensor on the device; device tensors are not read."""
     there = {i: v for i, v in enumerate(values) if isinstance(v, Tensor) and not _on_host(v)}
     hosted = [0.0 if i in there else float(value) for i, value in enumerate(values)]
-    vector = torch.tensor(hosted, dtype=dtype).to(device, non_blocking=True)
+    vector = torch.tensor(hosted, dtype=dtype, device="cpu").to(device, non_blocking=True)
     for i, value in there.items():
         vector[i] = value.reshape(())
     return vector

@@ -394,4 +394,4 @@ def _step_counts(steps: Tensors) -> Tensors:
     """Return copies of step counts that C cannot read: integers, lazy numbers, several dtypes."""
     if steps and (set(map(Tensor.numel, steps)) != {1} or not all_on_cpu(steps)):
         raise ValueError("a step count must be one number on the CPU")
-    return [torch.tensor(step.item(), dtype=torch.float64) for step in steps]
+    return [torch.tensor(step.item(), dtype=torch.float64, device="cpu") for step in steps]
