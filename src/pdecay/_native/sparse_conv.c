@@ -52,6 +52,7 @@ enum { PICKS = 4 };                     /* tiles that share a word of indices */
 typedef struct {
     int64_t in_channels, height, width, out_channels, out_height, out_width, stride_y, stride_x;
     int64_t relu;
+    int64_t images;             /* of the input of this call */
     int64_t group;              /* images side by side; if more than one, a band is the whole image */
     int64_t band;               /* output rows */
     int64_t channels;           /* channels that any output reads */

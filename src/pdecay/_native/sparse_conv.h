@@ -85,8 +85,8 @@ static void NAME(add)(const plan *plan, site site, int64_t first, int64_t end, c
 }
 
 /* Compute the outputs first .. end of a site. */
-static void NAME(convolve)(const plan *plan, int64_t images, const REAL *x, const REAL *more, site site, int64_t first,
-                           int64_t end, REAL *scratch, REAL *out)
+static void NAME(convolve)(const plan *plan, const REAL *x, const REAL *more, site site, int64_t first, int64_t end,
+                           REAL *scratch, REAL *out)
 {
     const int64_t image = plan->in_channels * plan->height * plan->width;
     for (int64_t block = 0; block < plan->blocks; block++) {
@@ -98,57 +98,71 @@ static void NAME(convolve)(const plan *plan, int64_t images, const REAL *x, cons
             NAME(transpose)(x + site.image * image + c, image, site.images,
                             smaller(plan->channels - c, plan->per_block), scratch, plan->plane);
         else
-            NAME(pack)(plan, images, x, site, block, scratch);
+            NAME(pack)(plan, x, site, block, scratch);
         NAME(outputs)(plan, site, block, first, end, in, plan->relu && !more, scratch + plan->block_size, out);
     }
     if (more) NAME(add)(plan, site, first, end, more, out);
 }
 
-/* Compute all sites. `more` is NULL or a tensor to add before the ReLU. Each thread packs its own input: reading data
- * that another core has just written takes longer than packing it again. */
-void NAME(pdecay_sparse_conv)(const plan *plan, int64_t images, const REAL *x, const REAL *more, REAL *out,
-                              REAL *scratch, int threads)
+/* Compute part i of the work: some outputs of one site. There are `parts` for each site. */
+static void NAME(conv_part)(const plan *plan, const REAL *x, const REAL *more, REAL *out, REAL *scratch, int64_t parts,
+                            int64_t i)
 {
-    if (images == 0) return;
-    const int64_t bands = ceiling(plan->out_height, plan->band), sites = ceiling(images, plan->group) * bands;
-    const int64_t parts = sites < threads ? ceiling(threads, sites) : 1;
-    const int64_t part = ceiling(plan->out_channels, parts);
-    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
-    for (int64_t i = 0; i < sites * parts; i++) {
-        const int64_t first = i % parts * part;
-        site site = { .image = i / parts / bands * plan->group, .y = i / parts % bands * plan->band };
-        site.images = smaller(plan->group, images - site.image);
-        site.rows = smaller(plan->band, plan->out_height - site.y);
-        NAME(convolve)(plan, images, x, more, site, first, smaller(plan->out_channels, first + part),
-                       scratch + thread_number() * plan->scratch_size, out);
-    }
+    const int64_t bands = ceiling(plan->out_height, plan->band), part = ceiling(plan->out_channels, parts);
+    const int64_t first = i % parts * part;
+    site site = { .image = i / parts / bands * plan->group, .y = i / parts % bands * plan->band };
+    site.images = smaller(plan->group, plan->images - site.image);
+    site.rows = smaller(plan->band, plan->out_height - site.y);
+    NAME(convolve)(plan, x, more, site, first, smaller(plan->out_channels, first + part),
+                   scratch + thread_number() * plan->scratch_size, out);
 }
 
-/* Compute a linear layer on few rows, by tiles if the plan has them, else by dot products. */
-void NAME(pdecay_sparse_rows)(const plan *plan, int64_t rows, const REAL *x, const REAL *more, REAL *out,
-                              REAL *scratch, int threads)
+/* Compute all sites. `more` is NULL or a tensor to add before the ReLU. Each thread packs its own input: reading data
+ * that another core has just written takes longer than packing it again. */
+void NAME(pdecay_sparse_conv)(const plan *plan, const REAL *x, const REAL *more, REAL *out, int threads, REAL *scratch)
 {
-    (void)scratch;
+    const int64_t sites = ceiling(plan->images, plan->group) * ceiling(plan->out_height, plan->band);
+    const int64_t parts = 0 < sites && sites < threads ? ceiling(threads, sites) : 1;
+    if (threads == 1) {         /* OpenMP takes 0.6 us, even for one thread */
+        for (int64_t i = 0; i < sites; i++) NAME(conv_part)(plan, x, more, out, scratch, 1, i);
+        return;
+    }
+    #pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int64_t i = 0; i < sites * parts; i++) NAME(conv_part)(plan, x, more, out, scratch, parts, i);
+}
+
+/* Compute one of several equal parts of the outputs of a linear layer, by tiles if the plan has them, else by dot
+ * products. */
+static void NAME(rows_part)(const plan *plan, const REAL *x, const REAL *more, REAL *out, int part, int parts)
+{
     const int64_t inputs = plan->in_channels, outputs = plan->out_channels;
+    const int64_t first = outputs * part / parts, end = outputs * (part + 1) / parts;
     const NAME(terms) terms = {
         .row = plan->row, .at = plan->at, .value = plan->value, .start = plan->bias, .relu = plan->relu && !more,
     };
-    #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int part = 0; part < threads; part++) {
-        const int64_t first = outputs * part / threads, end = outputs * (part + 1) / threads;
-        for (int64_t r = 0; r < rows; r++) {
-            const REAL *from = x + r * inputs, *add = more ? more + r * outputs : NULL;
-            REAL *to = out + r * outputs;
+    for (int64_t r = 0; r < plan->images; r++) {
+        const REAL *from = x + r * inputs, *add = more ? more + r * outputs : NULL;
+        REAL *to = out + r * outputs;
 #if TILES
-            if (plan->tile_start && NAME(all_finite)(from, inputs)) {
-                const int64_t groups = ceiling(outputs, LANES);
-                NAME(tiles)(plan, from, add, NAME(group_at)(plan, groups, part, threads),
-                            NAME(group_at)(plan, groups, part + 1, threads), to);
-                continue;
-            }
-#endif
-            NAME(dots)(&terms, from, first, end, to);
-            if (add) NAME(add_run)(to + first, add + first, end - first, plan->relu != 0);
+        if (plan->tile_start && NAME(all_finite)(from, inputs)) {
+            const int64_t groups = ceiling(outputs, LANES);
+            NAME(tiles)(plan, from, add, NAME(group_at)(plan, groups, part, parts),
+                        NAME(group_at)(plan, groups, part + 1, parts), to);
+            continue;
         }
+#endif
+        NAME(dots)(&terms, from, first, end, to);
+        if (add) NAME(add_run)(to + first, add + first, end - first, plan->relu != 0);
     }
+}
+
+/* Compute a linear layer on few rows. */
+void NAME(pdecay_sparse_rows)(const plan *plan, const REAL *x, const REAL *more, REAL *out, int threads)
+{
+    if (threads == 1) {         /* without OpenMP, as above */
+        NAME(rows_part)(plan, x, more, out, 0, 1);
+        return;
+    }
+    #pragma omp parallel for num_threads(threads) schedule(static)
+    for (int part = 0; part < threads; part++) NAME(rows_part)(plan, x, more, out, part, threads);
 }

@@ -53,11 +53,12 @@ INLINE void NAME(copy)(REAL *to, const REAL *from, int64_t step, const INTEGER *
 }
 
 /* Pack the planes of one block of channels for one site: a group of images and a band of rows. */
-static void NAME(pack)(const plan *plan, int64_t images, const REAL *x, site site, int64_t block, REAL *planes)
+static void NAME(pack)(const plan *plan, const REAL *x, site site, int64_t block, REAL *planes)
 {
     const int64_t channel = plan->height * plan->width, image = plan->in_channels * channel;
     const int64_t row = plan->group * plan->line, first = block * plan->per_block;
     const int64_t channels = smaller(plan->channels - first, plan->per_block);
+    const REAL *end = x + plan->images * image;
     for (int64_t f = 0; f < plan->phases; f++) {
         /* The rows begin .. until are inside the image. The mask of a whole image has zeros in the other rows. */
         const int64_t y = site.y * plan->stride_y + plan->phase[f];
@@ -72,12 +73,12 @@ static void NAME(pack)(const plan *plan, int64_t images, const REAL *x, site sit
                 const REAL *from = corner + plan->channel[first + c] * channel + plan->shift[e];
                 NAME(zero)(to, begin * row);
                 if (plan->whole_rows || plan->whole_image) {
-                    NAME(copy)(to + begin * row, from, 1, mask, (until - begin) * row, x, x + images * image);
+                    NAME(copy)(to + begin * row, from, 1, mask, (until - begin) * row, x, end);
                 } else {
                     for (int64_t q = begin; q < until; q++, from += plan->stride_y * plan->width)
                         for (int64_t b = 0; b < site.images; b++)
                             NAME(copy)(to + q * row + b * plan->line, from + b * image, plan->stride_x, mask,
-                                       plan->line, x, x + images * image);
+                                       plan->line, x, end);
                 }
                 NAME(zero)(to + until * row, (plan->rows - until) * row);
             }

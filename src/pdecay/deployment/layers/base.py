@@ -219,7 +219,7 @@ class SparseLayer(nn.Module):
             kernel.in_memory(self.row.long()),
             kernel.in_memory(bias.to(self._dtype)),
         )
-        self._prepared = tuple(self._buffers.values())
+        self._prepared = dict(self._buffers)
         # Tensors that were made in inference mode have no version.
         self._versions = [(one, one._version) for one in self.buffers() if not one.is_inference()]
         self._calls: dict[torch.Size, Call] = {}
@@ -230,13 +230,12 @@ class SparseLayer(nn.Module):
     def _has_other_buffers(self) -> bool:
         """Return whether the buffers were replaced, as ``torch.func.functional_call`` does."""
         # Written out because it runs at each call; a loop takes twice as long.
-        values, columns, row, bias = self._buffers.values()
-        same_values, same_columns, same_row, same_bias = self._prepared
+        now, then = self._buffers, self._prepared
         return not (
-            values is same_values
-            and columns is same_columns
-            and row is same_row
-            and bias is same_bias
+            now["values"] is then["values"]
+            and now["columns"] is then["columns"]
+            and now["row"] is then["row"]
+            and now["bias"] is then["bias"]
         )
 
     def _plan(self, key: tuple[int, ...], make: Callable[[], Plan]) -> Plan:

@@ -31,7 +31,7 @@ def row_plan(shape: Shape, weight: NonZeros, relu: bool) -> Plan:
         tiles = _tiles(shape, weight, arrays, numbers)
     # Per non-zero, a tile costs about half a vector operation, a dot product a whole one.
     work = (8 if tiles else 16) * len(weight.values)
-    return Plan("rows", arrays | tiles, work, 0, **numbers)
+    return Plan("rows", arrays | tiles, work, None, **numbers)
 
 
 def _tiles(
@@ -46,7 +46,7 @@ def _tiles(
     neighbourhood = torch.arange(len(counts)) // (_NEIGHBOURHOOD * lanes)
     order = torch.argsort(neighbourhood * (shape.in_channels + 1) + counts, stable=True).int()
     start = torch.zeros(math.ceil(len(order) / lanes) + 1, dtype=torch.int64)
-    matrix = Plan("rows", {**arrays, "order": order}, 0, 0, **numbers)
+    matrix = Plan("rows", {**arrays, "order": order}, 0, None, **numbers)
     cut = partial(function("cut", dtype), ctypes.addressof(matrix.struct))
     cut(start.data_ptr(), None, None, None)
     tiles = int(start[-1])
