@@ -27,8 +27,8 @@ class _Struct(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in (
             *("in_channels", "height", "width", "out_channels", "out_height", "out_width"),
-            *("stride_y", "stride_x", "relu", "images", "group", "band", "channels", "blocks", "per_block"),
-            *("shifts", "phases", "rows", "line", "plane", "mask_pitch", "block_size"),
+            *("stride_y", "stride_x", "relu", "images", "group", "band", "channels", "blocks"),
+            *("per_block", "shifts", "phases", "rows", "line", "plane", "mask_pitch", "block_size"),
             *("sums_pitch", "scratch_size", "in_place", "pixels", "whole_rows", "whole_image"),
         )
     ] + [
