@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from pdecay.deployment.compact import compact
+from pdecay.deployment.compact import CompactError, compact
 
 from .checks import Model, compacted, reasons
 from .models import trained
@@ -174,3 +174,61 @@ def test_bias_added_in_one_round_is_cut_in_the_next():
     smaller = compacted(model, torch.randn(4, 3))
     assert [layer.out_features for layer in smaller] == [3, 3, 3, 2]
     assert smaller[1].bias.shape == (3,)
+
+
+REDUCTIONS = {
+    "sum": lambda h: h.sum(1),
+    "norm": lambda h: torch.linalg.vector_norm(h, dim=1),
+    "last of cumsum": lambda h: h.cumsum(1)[:, -1],
+    "product with ones": lambda h: (torch.ones(1, h.shape[1]) @ h)[:, 0],
+    "logsumexp": lambda h: h.logsumexp(1),
+    "mean with padding": lambda h: nn.functional.pad(h, (0, 0, 1, 0)).mean(1),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_constants_that_follow_the_length_of_a_sequence_are_kept(name):
+    reduce = REDUCTIONS[name]
+    model = Model(
+        lambda self, x: self.head(reduce(self.body(x).relu())),
+        body=nn.Linear(3, 5),
+        head=nn.Linear(5, 2),
+    )
+    model.body.weight.data[1] = 0
+    model.body.bias.data[1] = 1.0
+    others = [(torch.randn(2, length, 3),) for length in (1, 3, 9)]
+    smaller = compacted(model, torch.randn(2, 6, 3), also=others)
+    assert smaller.body.out_features == 5
+
+
+def test_mean_of_a_constant_is_folded():
+    model = Model(
+        lambda self, x: self.head(self.body(x).mean(1)), body=nn.Linear(3, 5), head=nn.Linear(5, 2)
+    )
+    model.body.weight.data[1] = 0
+    smaller = compacted(model, torch.randn(2, 6, 3), also=[(torch.randn(2, 9, 3),)])
+    assert smaller.body.out_features == 4
+
+
+def test_norm_of_a_weight_does_not_follow_the_input():
+    """The size of a weight is fixed, so that sums over it are constants."""
+    model = Model(
+        lambda self, x: self.head(x @ nn.functional.normalize(self.body.weight, dim=1).mT),
+        body=nn.Linear(3, 5, bias=False),
+        head=nn.Linear(5, 2),
+    )
+    model.head.weight.data[:, 1] = 0
+    model.body.weight.data[1] = 0
+    assert compacted(model, torch.randn(2, 3)).body.weight.shape[0] == 4
+
+
+def test_constant_computed_from_the_length_of_a_sequence_is_refused():
+    model = Model(
+        lambda self, x: self.head((self.body(x) * x.shape[1]).mean(1)),
+        body=nn.Linear(3, 5),
+        head=nn.Linear(5, 2),
+    )
+    model.body.weight.data[1] = 0
+    with pytest.raises(CompactError, match=r"shape \[2, 3, 3\] instead of \[2, 6, 3\]"):
+        compact(model, torch.randn(2, 6, 3))
+    assert compact(model, torch.randn(2, 6, 3), fold=False).body.out_features == 5

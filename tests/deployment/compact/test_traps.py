@@ -307,9 +307,8 @@ def batch_branch(kind):
 
 @pytest.mark.parametrize("kind", ["activation", "sum", "layer"])
 def test_branch_on_the_batch_size_is_an_error(kind):
-    with pytest.raises(
-        CompactError, match="with 1 instead of 5 rows, where the model's code takes"
-    ):
+    shapes = r"shape \[1, 4\] instead of \[5, 4\], where the model's code takes"
+    with pytest.raises(CompactError, match=shapes):
         compact(batch_branch(kind), torch.randn(5, 4))
 
 

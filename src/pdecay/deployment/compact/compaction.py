@@ -63,9 +63,10 @@ def compact(
             sets small weights to zero.
         example_inputs: a tensor, a tuple of arguments, a dict of keyword arguments, or a pair of
             both, ``((x,), {"mask": mask})``. The model runs on it in eval mode. The result is the
-            same function along the code that runs on this example; it is also checked with one row
-            and with twice the rows. Layers that do not run on the example are not changed, so that
-            they may not fit the smaller layers before them; the report names them.
+            same function along the code that runs on this example; it is also checked with one row,
+            with twice the rows and, where the model takes it, with half of each other size. Layers
+            that do not run on the example are not changed, so that they may not fit the smaller
+            layers before them; the report names them.
         optimizer: the optimizer of this model, whose state is carried over.
         fold: whether constants may be folded into biases. If False, constant units are kept.
 
@@ -77,7 +78,7 @@ def compact(
     Raises:
         CompactError: if the model does not run on the example, or if the outputs of the smaller
             model differ by more than 1e-5 of the largest element, for the example or for another
-            batch size. Nothing is changed then.
+            size of the inputs. Nothing is changed then.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -212,7 +213,7 @@ class _Compaction:
         generators = [torch.Generator().manual_seed(seed) for seed in range(_RANDOM_CHECKS)]
         random = [self.inputs.randomized(generator) for generator in generators]
         original = self._copy()
-        for inputs in (*random, *self.inputs.other_batches()):
+        for inputs in (*random, *self.inputs.other_sizes()):
             # The model may reject them, for example token ids in another order.
             with contextlib.suppress(Exception):
                 checks.append((inputs, outputs(original, inputs)))
@@ -221,12 +222,12 @@ class _Compaction:
                 got = outputs(current, inputs)
             except Exception as failed:
                 raise CompactError(
-                    f"the smaller model does not run{self._other_batch(inputs)}: {failed}"
+                    f"the smaller model does not run{self._other_size(inputs)}: {failed}"
                 ) from failed
             error = max(error, difference(expected, got))
             if not agree(expected, got) and not agree_in_float64(original, current, inputs):
                 remedy = (
-                    self._other_batch(inputs) or ": try fold=False, and please report this model"
+                    self._other_size(inputs) or ": try fold=False, and please report this model"
                 )
                 raise CompactError(
                     f"the smaller model's outputs differ by {error:.1e} of the largest element, "
@@ -234,14 +235,17 @@ class _Compaction:
                 )
         return error
 
-    def _other_batch(self, inputs: Inputs) -> str:
-        """Return a description of a batch size that differs from the example's."""
-        if not inputs.has_batch or len(inputs.tensors[0]) == len(self.inputs.tensors[0]):
+    def _other_size(self, inputs: Inputs) -> str:
+        """Return a description of inputs whose sizes differ from the example's."""
+        pairs = zip(inputs.tensors, self.inputs.tensors, strict=True)
+        changed = [(list(a.shape), list(b.shape)) for a, b in pairs if a.shape != b.shape]
+        if not changed:
             return ""
-        other, example = len(inputs.tensors[0]), len(self.inputs.tensors[0])
+        given, example = changed[0]
         return (
-            f" with {other} instead of {example} rows, where the model's code takes another branch "
-            "(compact follows the branches of example_inputs: move the branch out of the model)"
+            f" on an input of shape {given} instead of {example}, where the model's code takes "
+            "another branch or computes with the size (compact follows the branches of "
+            "example_inputs: move the branch out of the model, or try fold=False)"
         )
 
     def _report(

@@ -28,6 +28,9 @@ from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import tensors_of
 from pdecay.deployment.model.state import without_attention_fast_path
 
+# Operations whose arguments may bring the inputs' sizes into a tensor made from parameters.
+_SIZED = {"expand", "repeat", "new_zeros", "new_ones", "new_full", "new_empty"}
+
 
 @dataclass(eq=False)
 class Value:
@@ -38,6 +41,8 @@ class Value:
         name: the name of the parameter or buffer that it is; None for all other tensors.
         weight: the name of the parameter that it equals up to the order of axes and the length of
             the rows; None for all other tensors.
+        static: whether it comes from parameters and buffers alone. The shape of any other tensor
+            may follow the shape of the model's inputs.
         labels: for each axis, the labels of its positions.
         varies: mask of the elements that depend on the model's inputs. The others are constant.
         live: mask of the elements that the model's outputs depend on.
@@ -46,6 +51,7 @@ class Value:
     tensor: Tensor
     name: str | None = None
     weight: str | None = None
+    static: bool = False
     labels: list[Labels] = field(default_factory=list)
     varies: Tensor = field(default_factory=lambda: torch.zeros(()))
     live: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -190,7 +196,7 @@ class _Recorder(TorchDispatchMode):
         # By id. The values keep their tensors alive, so that no id is used twice.
         self._value_of: dict[int, Value] = {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            self._add(Value(tensor.detach(), name=name, weight=name), tensor)
+            self._add(Value(tensor.detach(), name=name, weight=name, static=True), tensor)
 
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -210,7 +216,12 @@ class _Recorder(TorchDispatchMode):
             made = self._written(op, values, named)
         else:
             made = [self._add(Value(out), out) for out in outs]
-        self.calls.append(Call(op, values, named, made, tuple(self._running)))
+        call = Call(op, values, named, made, tuple(self._running))
+        if not op._schema.is_mutable and call.name not in _SIZED:
+            is_static = bool(call.ins) and all(value.static for value in call.ins)
+            for value in made:
+                value.static = is_static
+        self.calls.append(call)
         return result
 
     @contextlib.contextmanager

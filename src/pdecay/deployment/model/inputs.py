@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -90,16 +91,19 @@ class Inputs:
         """Return these inputs with every tensor repeated along its first axis."""
         return self._map(lambda tensor: torch.cat([tensor, tensor]))
 
-    def other_batches(self) -> list[Self]:
-        """Return these inputs with twice the rows and, if there are several, with one row.
+    def other_sizes(self) -> list[Self]:
+        """Return these inputs in other sizes, for checks that one run cannot make.
 
-        A model's code may branch on the batch size, which one run cannot show. The list is empty
-        if the tensors have no common first axis.
+        A model's code may branch on a size or compute with it. If the tensors have a common first
+        axis, there are inputs with twice the rows and with one row. Then come inputs with half of
+        each size: the tensors are cropped along all axes of that size, such as height and width.
         """
+        lengths = {n for tensor in self.tensors for n in tensor.shape if n > 1}
+        cropped = [self._map(partial(_crop, length=n)) for n in sorted(lengths)]
         if not self.has_batch:
-            return []
+            return cropped
         single = [self._map(lambda tensor: tensor[:1])] if len(self.tensors[0]) > 1 else []
-        return [self.repeated(), *single]
+        return [self.repeated(), *single, *cropped]
 
     def randomized(self, generator: torch.Generator) -> Self:
         """Return other inputs of the same kind.
@@ -145,6 +149,14 @@ def kept_example(model: object) -> Inputs | None:
     example = getattr(model, _KEPT, None)
     # A subclass may run the model several times, which is no program of the model.
     return example if type(example) is Inputs else None
+
+
+def _crop(tensor: Tensor, length: int) -> Tensor:
+    """Return the first half of a tensor along all axes of this length."""
+    for axis, n in enumerate(tensor.shape):
+        if n == length:
+            tensor = tensor.narrow(axis, 0, (n + 1) // 2)
+    return tensor
 
 
 def _keywords(example: Mapping[Any, Any]) -> dict[str, Any]:

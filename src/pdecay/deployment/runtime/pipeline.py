@@ -71,8 +71,9 @@ def deploy(
         model: the trained model; it is not changed. Only exact zeros count (see
             :func:`pdecay.prune_`).
         example_inputs: as for :func:`pdecay.compact`, with the batch size of later use. The model's
-            code must take the same branches later. This is checked for one row and for twice the
-            rows: a version whose outputs differ there is not used, and the report says so.
+            code must take the same branches later. This is checked for one row, for twice the rows
+            and for half of each other size: a version whose outputs differ there is not used, and
+            the report says so.
         seconds: the time for the whole call. Compaction and checks run the model about ten times,
             however long that takes; at least 30 % of `seconds` remain for measurements, which time
             each layer and model at least once. Measurements end earlier if repetitions agree. If
@@ -159,9 +160,9 @@ def _deployed(
     for one in changed.values():
         set_buffers(one, buffers)
     errors = {name: difference(expected, outputs(one, inputs)) for name, one in changed.items()}
-    other_errors = _other_batch_errors(given, changed, inputs)
+    other_errors = _other_size_errors(given, changed, inputs)
     for name in ("smaller", "sparse"):
-        where = "" if errors.get(name, 0.0) > _TOLERANCE else " for another batch size"
+        where = "" if errors.get(name, 0.0) > _TOLERANCE else " for another size of the inputs"
         error = max(errors.get(name, 0.0), other_errors.get(name, 0.0))
         if error > _TOLERANCE:
             notes.append(
@@ -246,18 +247,18 @@ def _compacted(model: nn.Module, inputs: Inputs, notes: list[str]) -> nn.Module:
     return smaller.eval().requires_grad_(False)
 
 
-def _other_batch_errors(
+def _other_size_errors(
     given: nn.Module, models: Mapping[Choice, nn.Module], inputs: Inputs
 ) -> dict[Choice, float]:
-    """Return each model's largest difference for other batch sizes than the example's.
+    """Return each model's largest difference for other sizes of the inputs than the example's.
 
     The models run as copies, so that the plans of sparse layers for these sizes are not kept.
     """
     errors: dict[Choice, float] = dict.fromkeys(models, 0.0)
-    for check in inputs.other_batches():
+    for check in inputs.other_sizes():
         try:
             expected = outputs(given, check)
-        except Exception:  # the model takes this batch size only
+        except Exception:  # the model does not take this size
             continue
         for name, one in models.items():
             tried = shared_copy(one)

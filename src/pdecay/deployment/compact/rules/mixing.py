@@ -25,6 +25,13 @@ from pdecay.deployment.compact.trace import Call, Value
 from pdecay.deployment.compact.units import Labels, Units, fixed
 
 
+# Results for equal elements that depend on how many there are: sums, where zeros stay zero, and
+# shares, such as 1/n for softmax. All other results, such as means, do not.
+_GROWING = {"sum", "prod", "cumsum", "cumprod", "linalg_vector_norm"}
+_SHARING = {"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"}
+_SHARING |= {"logcumsumexp", "logsumexp"}
+
+
 class Mixing(Rule):
     """An operation that mixes axes of its first input and reads all of its other inputs."""
 
@@ -50,7 +57,7 @@ class Mixing(Rule):
     def mark_varying(self, call: Call) -> None:
         value, *others = call.ins
         mixed = sorted(self.axes(call))
-        varies = _any_over(value.varies, mixed)
+        varies = _any_over(value.varies, mixed) | _follows_size(call, mixed)
         reads_varying = any(bool(other.varies.any()) for other in others)
         for out in call.outs:
             own = varies | reads_varying
@@ -137,7 +144,8 @@ class BatchNorm(Mixing):
     def mark_varying(self, call: Call) -> None:
         fill_all(call.outs, True)
         out, value = call.outs[0], call.ins[0]
-        varies = self._scaled(call, _any_over(value.varies, sorted(self.axes(call))))
+        mixed = sorted(self.axes(call))
+        varies = self._scaled(call, _any_over(value.varies, mixed) | _follows_size(call, mixed))
         out.varies = varies.expand(out.tensor.shape)
 
     def mark_live(self, call: Call) -> None:
@@ -170,7 +178,8 @@ class GroupNorm(Rule):
     def mark_varying(self, call: Call) -> None:
         value = call.ins[0]
         fill_all(call.outs, True)
-        call.outs[0].varies = self._any_in_group(call, value.varies).expand(value.tensor.shape)
+        varies = value.varies | _follows_size(call, [*range(2, value.tensor.ndim)])
+        call.outs[0].varies = self._any_in_group(call, varies).expand(value.tensor.shape)
 
     def mark_live(self, call: Call) -> None:
         call.ins[0].mark_live(self._any_in_group(call, call.outs[0].live))
@@ -229,6 +238,26 @@ def _label_normalized(call: Call) -> None:
 
 def _any_over(mask: Tensor, axes: list[int]) -> Tensor:
     return mask.amax(axes, keepdim=True) if axes else mask
+
+
+def _follows_size(call: Call, axes: list[int]) -> Tensor | bool:
+    """Return the constant elements that may change with the size of the mixed axes.
+
+    That size may be the number of pixels or words of an input. A sum of equal constants grows with
+    it. So does the share of the first ones in a mean of unequal constants.
+    """
+    value = call.ins[0]
+    if value.static or not axes or not value.tensor.numel():
+        return False
+    if call.name in _GROWING:
+        return _any_over(value.nonzero, axes)
+    if call.name in _SHARING:
+        return True
+    first = value.tensor
+    for axis in axes:
+        first = first.narrow(axis, 0, 1)
+    rounding = 8 * torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0
+    return ~value.tensor.isclose(first, rtol=rounding, atol=0.0).all(axes, keepdim=True)
 
 
 def _last(call: Call, count: int) -> set[int]:

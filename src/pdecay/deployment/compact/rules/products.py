@@ -43,6 +43,8 @@ class MatrixProduct(Rule):
         added, a, b = _operands(call)
         (out,) = call.outs
         out.varies = _mask_product(a.varies, b.nonzero) | _mask_product(a.nonzero, b.varies)
+        if not (a.static or b.static):  # the number of terms may depend on the input
+            out.varies = out.varies | _mask_product(a.nonzero, b.nonzero)
         if added is not None:
             out.varies = out.varies | added.varies
 
@@ -194,8 +196,8 @@ def _operands(call: Call) -> tuple[Value | None, Value, Value]:
     a, b = call.args[:2]
     if call.name == "_grouped_mm":
         # One matrix that is zero where the matrices of all experts are.
-        merged = Value(b.tensor.abs().amax(0), None, b.weight, b.labels[1:], b.varies.amax(0))
-        merged.live = b.live.amax(0)
+        merged = Value(b.tensor.abs().amax(0), weight=b.weight, static=b.static)
+        merged.labels, merged.varies, merged.live = b.labels[1:], b.varies.amax(0), b.live.amax(0)
         return None, a, merged
     return None, a, b
 
