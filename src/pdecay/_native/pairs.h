@@ -183,7 +183,8 @@ INLINE void decay_pair(const pairs_settings *s, float *const *stream, int64_t at
     store(stream[WEIGHT] + at, decayed(&s->term, w_tilde, load(stream[OLD_WEIGHT] + at)));
 }
 
-/* Run `UPDATE(streams, at)` for all weights of a block. The last ones, fewer than PAIR, are padded with zeros. */
+/* Run `UPDATE(streams, at)` for all weights of a block. The last ones, fewer than PAIR, are padded with zeros. Stream 1,
+ * the gradient or the old weight, may be in memory that cannot be written. */
 #define FOR_PAIRS(STREAM, COUNT, N, UPDATE)                                                                       \
     do {                                                                                                          \
         const int64_t whole = (N) / PAIR * PAIR;                                                                  \
@@ -195,7 +196,8 @@ INLINE void decay_pair(const pairs_settings *s, float *const *stream, int64_t at
             float padded[COUNT][PAIR] = { { 0 } }, *last[COUNT];                                                  \
             for (int k = 0; k < COUNT; k++) last[k] = memcpy(padded[k], (STREAM)[k] + whole, rest);               \
             UPDATE(last, 0);                                                                                      \
-            for (int k = 0; k < COUNT; k++) memcpy((STREAM)[k] + whole, last[k], rest);                           \
+            for (int k = 0; k < COUNT; k++)                                                                       \
+                if (k != GRADIENT) memcpy((STREAM)[k] + whole, last[k], rest);      /* which is only read */      \
         }                                                                                                         \
     } while (0)
 

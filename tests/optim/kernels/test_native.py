@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -344,6 +345,34 @@ def test_scales_multiply_lam(literal_factor, dtype, name):
         terms = [(p, lam * scale) for p, lam in TERMS[name]]
         expected = 0.5 * literal_factor(old, terms, 1e-3)
         torch.testing.assert_close(new.double(), expected, rtol=TOLERANCE[dtype], atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("name", TERMS)
+def test_gradients_may_be_in_memory_that_cannot_be_written(tmp_path, name):
+    values = np.linspace(-1, 1, 7 * 9, dtype=np.float32).reshape(7, 9)
+    np.save(tmp_path / "gradient.npy", values)
+    read_only = torch.from_numpy(np.load(tmp_path / "gradient.npy", mmap_mode="r"))
+    writable = torch.from_numpy(values)
+    results = []
+    for gradient in (read_only, writable):
+        weight, average, square = (torch.full((7, 9), 0.1) for _ in range(3))
+        step = torch.tensor(3.0)
+        native.adam_(
+            *([weight], [gradient], [average], [square], [], [step]),
+            terms=TERMS[name],
+            lr=0.01,
+            **ADAM,
+        )
+        native.sgd_(
+            *([weight], [gradient], [average]),
+            terms=TERMS[name],
+            lr=0.01,
+            **SGD | {"momentum": 0.9},
+        )
+        native.decay_([weight], [gradient], terms=TERMS[name], rate=0.01)
+        results.append(torch.stack([weight, average, square]))
+    assert torch.equal(*results)
 
 
 def test_scale_0_is_the_update_of_the_optimizer():
