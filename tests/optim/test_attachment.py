@@ -177,6 +177,22 @@ def test_step_that_replaces_data(fused):
         torch.testing.assert_close(param.detach(), expected, rtol=2e-5, atol=1e-7)
 
 
+def test_step_that_clears_the_gradients(exact, same):
+    class Clearing(SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            self.zero_grad()
+
+    param = weight()
+    with_gradient(param)
+    optimizer = Clearing([param], lr=LR)
+    attach(optimizer, DECAY, **exact)
+    expected = decayed(sgd_step(param), param)
+    optimizer.step()
+    assert param.grad is None
+    assert same(param.detach(), expected)
+
+
 def test_copies_follow_replaced_data(exact, same):
     params = [weight(5, 3), weight(5, 3)]
     optimizers = [SGD([param], lr=LR) for param in params]

@@ -137,6 +137,7 @@ class Attachment(StepHooks):
             int, list[object]
         ] = {}  # settings of each group as they were last checked
         self._old: list[tuple[list[Tensor], list[Tensor]]] = []  # for each group: weights, copies
+        self._has_closure = False  # the running step got a closure, which computes the gradients
         self._copies = Copies()
         self._write_settings()
         self.register()
@@ -181,7 +182,7 @@ class Attachment(StepHooks):
         groups = self.optimizer.param_groups
         for group in groups:
             self.rate(group)  # raise for a bad learning rate before any weight changes
-        self._old = []
+        self._old, self._has_closure = [], has_closure
         for group in groups:
             params = [
                 param
@@ -197,7 +198,8 @@ class Attachment(StepHooks):
     def after_step(self) -> None:
         old, self._old = self._old, []
         for group, (params, copies) in zip(self.optimizer.param_groups, old, strict=False):
-            moved = [i for i, param in enumerate(params) if param.grad is not None]
+            # Only a closure decides late which weights move. Some steps clear the gradients.
+            moved = [i for i, p in enumerate(params) if not self._has_closure or p.grad is not None]
             if len(moved) < len(params):
                 params, copies = [params[i] for i in moved], [copies[i] for i in moved]
             if params:
