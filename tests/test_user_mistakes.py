@@ -102,3 +102,44 @@ def test_target_without_its_optimizer_has_a_repr_and_says_what_is_missing():
     assert repr(target).endswith("deleted optimizer)")
     with pytest.raises(ReferenceError, match="the optimizer was deleted: keep a reference"):
         _ = target.sparsity
+
+
+@pytest.mark.parametrize("make", [pdecay.PAdam, pdecay.PSGD])
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("decay_scale", -1.0, "decay_scale must be finite and >= 0, got -1.0"),
+        ("decay_scale", float("nan"), "decay_scale must be finite and >= 0, got nan"),
+        ("decay_scale", None, "decay_scale must be a number, got None"),
+        ("decay_scale", [1.0, 1.0, 1.0], "one number for each of the group's 2 parameters, got 3"),
+        ("decay_auxiliary", 0.5, r"auxiliary must be Instant\(\), Every\(n\)"),
+        ("differentiable", True, "does not support differentiable=True"),
+    ],
+)
+def test_setting_of_one_group_changed_to_a_bad_value_moves_no_weight(make, key, value, rule):
+    model = make_model()
+    optimizer = make([{"params": layer.parameters()} for layer in (model[0], model[2])], lr=0.1)
+    model(torch.randn(4, 20)).sum().backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.param_groups[1][key] = value
+    with pytest.raises((TypeError, ValueError), match=rule):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_decay_detached_under_a_target_is_an_error_before_zeros_are_lost():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = pdecay.attach(optimizer, Lp(0.8, 0.1))
+    target = pdecay.SparsityTarget(optimizer, 0.5, total_steps=10)
+    for _ in range(5):
+        model(torch.randn(4, 20)).sum().backward()
+        optimizer.step()
+    zeros = pdecay.sparsity(model).total
+    assert zeros > 0
+    handle.detach()
+    with pytest.raises(RuntimeError, match=r"call detach\(\) of the target as well"):
+        optimizer.step()
+    assert pdecay.sparsity(model).total == zeros
+    target.detach()
+    optimizer.step()

@@ -104,6 +104,17 @@ def group_with_settings(group: Group, defaults: Defaults) -> Group:
     return group
 
 
+def check_changes(group: Group) -> None:
+    """Check the settings that are often changed between steps, or raise TypeError or ValueError.
+
+    The rest is checked where it is read: "decay" by :func:`penalty_of`, learning rates in the step.
+    """
+    check_not_differentiable(group)
+    _checked_scale(group["decay_scale"], group["params"])
+    if type(group["decay_auxiliary"]) is not list:
+        group["decay_auxiliary"] = as_plain(group["decay_auxiliary"])
+
+
 def check_not_differentiable(group: Group) -> None:
     """Raise a ValueError if the group asks for steps that autograd can differentiate."""
     if group.get("differentiable"):

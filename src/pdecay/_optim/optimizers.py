@@ -22,8 +22,8 @@ from pdecay._core.group_settings import (
     Defaults,
     Group,
     Metric,
+    check_changes,
     check_metric,
-    check_not_differentiable,
     complete_checkpoint,
     group_with_settings,
     groups_with_settings,
@@ -78,10 +78,11 @@ class _Decaying(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # All rates first: raise for a bad one before any weight changes.
+        # All groups first: raise for a bad setting before any weight changes.
+        for group in self.param_groups:
+            check_changes(group)
         rates = [decay_rate(group, self) for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
-            check_not_differentiable(group)
             self._update(group, rate)
         return loss
 
