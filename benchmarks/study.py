@@ -50,6 +50,10 @@ Options = dict[str, Any]
 METHODS: dict[str, tuple[Options, dict[str, tuple[float, ...]]]] = {
     "AdamW, dense": ({"method": "adamw"}, {"weight_decay": L2}),
     "target": ({"method": "target", "target": TUNED_AT}, {"weight_decay": L2}),
+    "target, scaled updates": (
+        {"method": "target", "target": TUNED_AT, "update_power": 0.5},
+        {"weight_decay": L2},
+    ),
     "GMP": ({"method": "gmp", "target": TUNED_AT}, {"weight_decay": L2}),
     "GMP, adaptive rank": (
         {"method": "gmp", "target": TUNED_AT, "rank": "adaptive"},
@@ -66,7 +70,7 @@ METHODS: dict[str, tuple[Options, dict[str, tuple[float, ...]]]] = {
     "PAdam, p = 1.2": ({"method": "padam", "p": 1.2}, {"lam": (0.1, 0.3, 1.0)}),
     "PAdam, p = 1.5": ({"method": "padam", "p": 1.5}, {"lam": (0.1, 0.3, 1.0)}),
 }
-STEERED = ("target", "GMP", "GMP, adaptive rank")
+STEERED = ("target", "target, scaled updates", "GMP", "GMP, adaptive rank")
 # The methods that decide the main claim run first.
 FIRST = ("AdamW, dense", "GMP", "target")
 
@@ -76,6 +80,9 @@ _DECAY = {"p": 0.8, "lam": 0.03}
 ABLATION: dict[str, Options] = {
     "dense AdamW": {"method": "adamw", "weight_decay": 0.3},
     "target": _TARGET,
+    "target, scaled updates": {**_TARGET, "update_power": 0.5},
+    "target, update power 0.25": {**_TARGET, "update_power": 0.25},
+    "target, update power 1": {**_TARGET, "update_power": 1.0},
     "target, rank by magnitude": {**_TARGET, "rank": "magnitude", "pull": 0.0},
     "target, pull 0.3": {**_TARGET, "pull": 0.3},
     "target, pull 1": {**_TARGET, "pull": 1.0},

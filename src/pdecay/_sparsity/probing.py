@@ -27,7 +27,7 @@ class Probes:
 
     def before_step(self, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
         """Copy the rows."""
-        self._before[optimizer] = [rows.clone() for rows, _ in _rows(params)]
+        self._before[optimizer] = [rows.clone() for rows, _ in sample_rows(params, _PROBED_ROWS)]
 
     def skip_step(self, optimizer: Optimizer) -> None:
         """Forget the copies."""
@@ -37,7 +37,9 @@ class Probes:
         """Add the step to the sums, if the rows were copied before it."""
         if optimizer not in self._before:
             return
-        for before, (now, groups) in zip(self._before.pop(optimizer), _rows(params), strict=False):
+        for before, (now, groups) in zip(
+            self._before.pop(optimizer), sample_rows(params, _PROBED_ROWS), strict=False
+        ):
             squares = (now - before)[now != 0].abs().double().square().sum()
             sums = torch.stack([squares, now.count_nonzero(), now.abs().double().sum()])
             known = self._sums.get(groups)
@@ -54,13 +56,13 @@ class Probes:
         return squares, alive, magnitudes
 
 
-def _rows(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Groups]]:
-    """Yield a few rows of each tensor, with the processes that share the tensor.
+def sample_rows(params: Iterable[Tensor], count: int) -> Iterator[tuple[Tensor, Groups]]:
+    """Yield about `count` rows of each tensor, with the processes that share the tensor.
 
     The rows are those of the whole tensor, so that any number of ranks measures the same.
     """
     for param in params:
-        every = max(1, len(param) // _PROBED_ROWS) if param.ndim else 1
+        every = max(1, len(param) // count) if param.ndim else 1
         groups = groups_of(param)
         tensor = torch.atleast_1d(local_part(param).detach())
         if groups:

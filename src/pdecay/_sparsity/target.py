@@ -14,7 +14,8 @@ for. The decay keeps them there. At the end of the ramp the count of zeros is ex
 A feedback controller on the count of zeros would oscillate: weights that are small but not zero
 grow again as soon as lam falls.
 
-With a `pull`, the decay also shrinks the weights that are still to be removed (see ``pull.py``).
+With an `update_power`, large weights learn faster than small ones (see ``scaled_updates.py``). With
+a `pull`, the decay also shrinks the weights that are still to be removed (see ``pull.py``).
 
 The target acts in the optimizer's step hooks. Its state lives in ``optimizer.param_groups`` (see
 ``target_state.py``), so every checkpoint of the optimizer is also a checkpoint of the target.
@@ -62,6 +63,7 @@ from pdecay._sparsity.pools import (
 from pdecay._sparsity.probing import Probes
 from pdecay._sparsity.pull import scale_at
 from pdecay._sparsity.ranking import count_zeros, kth_magnitude, zero_smallest_
+from pdecay._sparsity.scaled_updates import ScaledUpdates
 from pdecay._sparsity.target_state import complete_state, count_initial_zeros, remove_state
 
 _LAG = 0.1  # share of the ramp that a pulled weight has to shrink before it is set to zero
@@ -95,6 +97,10 @@ class SparsityTarget:
         pull: how fast the decay shrinks a weight whose turn it is, in units of the optimizer's
             typical update. The default is 0 for "adaptive" and 1 for "magnitude". With 0 the decay
             only keeps zeros at zero, and all zeros are set by rank.
+        update_power: until the end of the ramp, scale the optimizer's update of a weight by
+            ``|w|^update_power``, relative to the mean over its tensor, so that large weights learn
+            faster. From 0 (the update stays as it is) to 1; 0.5 suits transformers. It takes the
+            memory of a copy of the weights.
 
     Parameters that are added or unfrozen during the ramp join it. A group that is added after the
     end of the ramp is neither decayed nor pruned. On many ranks (DDP, FSDP2, tensor parallelism,
@@ -113,6 +119,7 @@ class SparsityTarget:
         floor: float = 0.0,
         rank: Rank = "adaptive",
         pull: float | None = None,
+        update_power: float = 0.0,
     ) -> None:
         self._hooks = [_Hooks(one, self) for one in decaying_list(optimizer, "SparsityTarget")]
         for one in self.optimizers:
@@ -129,6 +136,8 @@ class SparsityTarget:
         check_rank(rank)
         self.rank: Rank = rank
         self.pull = _PULL[rank] if pull is None else check_number("pull", pull)
+        self.update_power = update_power
+        self._updates = ScaledUpdates(update_power)
         self._by_layer = bool(per_layer) or bool(self.floor)
         self._begin, self._end, self._every = ramp_steps(start, end, total_steps)
         check_per_layer(per_layer, self._groups())
@@ -204,7 +213,8 @@ class SparsityTarget:
         """Do nothing: ``optimizer.load_state_dict`` restores the state."""
 
     def __repr__(self) -> str:
-        options = [f"rank={self.rank!r}", f"pull={self.pull:g}"]
+        numbers = (f"{name}={getattr(self, name):g}" for name in ("pull", "update_power"))
+        options = [f"rank={self.rank!r}", *numbers]
         options += [f"floor={self.floor:g}"] if self.floor else []
         if self.per_layer:
             options.append("per_layer=" + ("True" if self.per_layer is True else "{...}"))
@@ -237,6 +247,7 @@ class SparsityTarget:
         """Return a copy of an optimizer's checkpoint that has a state of this target."""
         self._stepped.clear()
         self._probes.clear()
+        self._updates.clear()
         groups = [dict(group) for group in state_dict["param_groups"]]
         complete_state(groups, self.target, self._end)
         return {**state_dict, "param_groups": groups}
@@ -244,7 +255,7 @@ class SparsityTarget:
     # Steps
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Remember some weights, to measure how far the step moves them."""
+        """Copy weights, to scale their update and to measure how far the step moves them."""
         if not is_decaying(optimizer):
             raise RuntimeError(
                 "the decay, which keeps the zeros of this SparsityTarget, was detached from the "
@@ -255,6 +266,10 @@ class SparsityTarget:
             self._advance()
         # Without a pull, the measurement only finds out whether the step was finite.
         step = self.last_step + 1
+        if step <= self._end:
+            # The first step after a stage has new means: the stage removed the smallest weights.
+            refresh = (self.last_step - self._begin) % self._every == 0
+            self._updates.before_step(optimizer, refresh=refresh)
         if self._is_stage(step) or (self.pull and self._begin <= step <= self._end):
             self._probes.before_step(optimizer, _steered_params(optimizer))
 
@@ -262,7 +277,9 @@ class SparsityTarget:
         """Measure the step, and advance once all optimizers took theirs."""
         if is_skipped(optimizer):
             self._probes.skip_step(optimizer)
+            self._updates.skip_step(optimizer)
             return
+        self._updates.after_step(optimizer)
         if self.rank == "adaptive" and self.last_step < self._end:
             update_squares(_steered_params(optimizer), optimizer)
         if only_creates_state(optimizer):
@@ -283,6 +300,7 @@ class SparsityTarget:
         count_initial_zeros(self._groups())
         finite = self._measure_update()
         if step == self._end:
+            self._updates.clear()
             self._zero_smallest(1.0)
             hold_zeros(self.optimizers)
         elif finite and self._is_stage(step):

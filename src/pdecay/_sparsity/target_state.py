@@ -8,6 +8,7 @@ them from another.
     group["target_update"]     the running size of the optimizer's update of one weight
     group["target_magnitude"]  the mean magnitude of the nonzero weights
     group["target_initial"]    for each parameter, its zeros when it joined the ramp; -1 before
+    group["target_means"]      for each parameter, the mean of |w|^update_power; 0 if unknown
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pdecay._sparsity.pools import steered
 from pdecay._sparsity.ranking import count_zeros
 
 _SHARED = ("target_step", "target_update", "target_magnitude")
-_KEYS = ("target_sparsity", *_SHARED, "target_initial")
+_KEYS = ("target_sparsity", *_SHARED, "target_initial", "target_means")
 
 
 def complete_state(groups: list[Group], target: float, end: int) -> None:
@@ -51,6 +52,7 @@ def complete_state(groups: list[Group], target: float, end: int) -> None:
         if group.get("target_sparsity") != target:
             initial = [-1] * len(group["params"])
             group.update(state, target_sparsity=target, target_initial=initial)
+            group["target_means"] = [0.0] * len(group["params"])
             group["decay_scale"] = 0.0
 
 

@@ -86,6 +86,7 @@ class TargetMethod(Method):
     rank: Rank = "adaptive"
     pull: float | None = None
     end: float = 0.85  # end of the ramp, as a share of the training
+    update_power: float = field(default=0.0, metadata={"unrecorded_default": True})
 
     def __post_init__(self) -> None:
         if not Lp(self.p, 1.0).absorbs:
@@ -94,11 +95,18 @@ class TargetMethod(Method):
             raise ValueError(f"target must be above 0, got {self.target!r}")
         check_number("weight_decay", self.weight_decay)
         check_rank(self.rank)
+        check_number("update_power", self.update_power)
 
     def start(self, model: nn.Module, task: Task, lr: float, steps: int) -> Run:
         optimizer = padam(model, lr, Lp(self.p, 1.0), self.weight_decay)
         SparsityTarget(  # acts in the optimizer's step
-            optimizer, self.target, steps, end=self.end, rank=self.rank, pull=self.pull
+            optimizer,
+            self.target,
+            steps,
+            end=self.end,
+            rank=self.rank,
+            pull=self.pull,
+            update_power=self.update_power,
         )
         return Run(optimizer)
 
