@@ -24,7 +24,6 @@ from pdecay.deployment.compact.rules.base import (
 from pdecay.deployment.compact.trace import Call, Value
 from pdecay.deployment.compact.units import Labels, Units, fixed
 
-
 # Results for equal elements that depend on how many there are: sums, where zeros stay zero, and
 # shares, such as 1/n for softmax. All other results, such as means, do not.
 _GROWING = {"sum", "prod", "cumsum", "cumprod", "linalg_vector_norm"}
