@@ -294,6 +294,76 @@ def test_sparse_layers_with_wrong_options_are_rejected(options):
         restore(_changed(captured.program, calls=[call]), captured.tensors, 10**6)
 
 
+class Averaging(nn.Module):
+    """A model whose numbers depend on the length of its input."""
+
+    def __init__(self, of_length) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.of_length = of_length
+
+    def forward(self, x, scale=None):
+        y = self.layer(x).sum(1) / self.of_length(x.shape[1])
+        return y if scale is None else y * scale
+
+
+def test_program_follows_the_length_of_its_input(tmp_path):
+    model, x = Averaging(lambda length: length), torch.randn(2, 6, 4)
+    pdecay.save(model, tmp_path / "m.safetensors", example_inputs=x)
+    loaded = pdecay.load(tmp_path / "m.safetensors")
+    for shape in ((2, 6, 4), (1, 6, 4), (2, 9, 4), (5, 1, 4)):
+        other = torch.randn(shape)
+        torch.testing.assert_close(loaded(other), model(other))
+    with pytest.raises(ValueError, match=r"\[n0, n1, 4\], n0 at least 0, n1 at least 0, got"):
+        loaded(torch.randn(2, 6, 5))
+
+
+def test_program_refuses_sizes_that_it_was_not_recorded_for(tmp_path):
+    model, x = Averaging(lambda length: 2 if length > 5 else 1), torch.randn(2, 6, 4)
+    pdecay.save(model, tmp_path / "m.safetensors", example_inputs=x)
+    loaded = pdecay.load(tmp_path / "m.safetensors")
+    for rows in (1, 2, 7):
+        other = torch.randn(rows, 6, 4)
+        torch.testing.assert_close(loaded(other), model(other))
+    with pytest.raises(ValueError, match=r"got \[2, 3, 4\] as tensor 0: save the model with"):
+        loaded(torch.randn(2, 3, 4))
+
+
+def test_program_for_one_batch_size_refuses_others(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 3), Doubled())
+    pdecay.save(model, tmp_path / "m.safetensors", example_inputs=torch.randn(8, 4))
+    loaded = pdecay.load(tmp_path / "m.safetensors")
+    assert not loaded.free_batch
+    x = torch.randn(8, 4)
+    torch.testing.assert_close(loaded(x), model(x))
+    with pytest.raises(ValueError, match=r"shape \[8, 4\], got \[3, 4\] as tensor 0"):
+        loaded(x[:3])
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x if len(x) > 5 else x
+
+
+def test_tensors_with_a_common_size_must_agree(tmp_path):
+    model, x = Averaging(lambda length: length), torch.randn(2, 6, 4)
+    example = (x, torch.randn(2, 3))
+    pdecay.save(model, tmp_path / "m.safetensors", example_inputs=example)
+    loaded = pdecay.load(tmp_path / "m.safetensors")
+    torch.testing.assert_close(loaded(*example), model(*example))
+    with pytest.raises(ValueError, match="as tensor 1"):
+        loaded(x, torch.randn(1, 3))  # torch would repeat the row
+
+
+@pytest.mark.parametrize(
+    "sizes", [3, {}, {"shapes": [["n0"]], "ranges": {}}, {"shapes": [3], "ranges": {"n0": [0]}}]
+)
+def test_damaged_sizes_are_rejected(sizes):
+    captured = capture(nn.Linear(4, 2), Inputs.of(torch.randn(2, 4)))
+    with pytest.raises(ValueError, match="the program is damaged"):
+        restore(_changed(captured.program, sizes=sizes), captured.tensors, 10**6)
+
+
 def test_damaged_program_in_a_file(tmp_path):
     state = {PROGRAM: torch.zeros(8, dtype=torch.uint8)}
     pdecay.save(state, tmp_path / "m.safetensors")

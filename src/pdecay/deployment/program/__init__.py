@@ -4,6 +4,7 @@
     restore    build a module from a recorded program
     graph      the JSON form of a graph; only torch operators are allowed in it
     structure  nested inputs and outputs as flat lists of tensors
+    sizes      the sizes of the inputs that a program takes
     operator   the operator that represents a sparse layer in a graph
 
 A program contains data and names of operators, no pickles and no Python code.

@@ -15,10 +15,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 from pdecay._utils.errors import one_line
 from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.program import exported
+from pdecay.deployment.model.program import Free, exported
 from pdecay.deployment.model.state import shared_copy
 from pdecay.deployment.program.graph import encode, operator_name
 from pdecay.deployment.program.operator import record_sparse_layers
+from pdecay.deployment.program.sizes import sizes_of
 from pdecay.deployment.program.structure import Structure, assemble, describe
 
 VERSION = 1
@@ -42,8 +43,13 @@ class Captured:
     free_batch: bool
 
 
-def capture(model: nn.Module, example: Inputs) -> Captured:
-    """Record a model in eval mode, for any batch size if its code allows that.
+def capture(model: nn.Module, example: Inputs, free: Free = "all") -> Captured:
+    """Record a model in eval mode.
+
+    Args:
+        model: the model.
+        example: its inputs.
+        free: the axes of the inputs that may have other sizes, if the model's code allows that.
 
     Raises:
         ExportError: if the model cannot be recorded.
@@ -55,7 +61,7 @@ def capture(model: nn.Module, example: Inputs) -> Captured:
         with torch.no_grad():
             outputs = describe(example.call(flat.model), [], "the output")
         record_sparse_layers(flat)
-        program = exported(flat, Inputs(tuple(tensors), {}))
+        program = exported(flat, Inputs(tuple(tensors), {}), free)
         return _encoded(program.exported, flat.inputs, outputs, program.free_batch)
     except TypeError as error:
         raise ExportError(
@@ -105,6 +111,7 @@ def _encoded(
         "free_batch": free_batch,
         "inputs": inputs,
         "outputs": outputs,
+        "sizes": sizes_of(program),
         "names": names,
         **graph,
     }

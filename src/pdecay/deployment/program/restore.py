@@ -16,6 +16,7 @@ from pdecay.deployment.program.capture import VERSION
 from pdecay.deployment.program.graph import SPARSE_LAYER, decode, find_operator
 from pdecay.deployment.program.operator import make_layer
 from pdecay.deployment.program.operators import check_constants
+from pdecay.deployment.program.sizes import Sizes, check_form, check_sizes
 from pdecay.deployment.program.structure import Structure, assemble, flatten
 
 # Errors of a damaged program, besides ValueError.
@@ -33,15 +34,22 @@ class SavedModel(nn.Module):
         graph: the graph, whose inputs and outputs are flat lists of tensors.
         inputs, outputs: the structure of the arguments and of the result.
         free_batch: whether the first axis of the inputs may have any size.
+        sizes: the sizes of the inputs; None in files of older versions.
     """
 
     def __init__(
-        self, graph: fx.GraphModule, inputs: Structure, outputs: Structure, free_batch: bool
+        self,
+        graph: fx.GraphModule,
+        inputs: Structure,
+        outputs: Structure,
+        free_batch: bool,
+        sizes: Sizes | None,
     ) -> None:
         super().__init__()
         self.graph = graph
         self.inputs, self.outputs = inputs, outputs
         self.free_batch = free_batch
+        self.sizes = sizes
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +57,10 @@ class SavedModel(nn.Module):
         positional, keywords = self.inputs["list"]
         flatten(positional, list(args), tensors, "the tuple of arguments")
         flatten(keywords, kwargs, tensors, "the dict of keyword arguments")
-        return assemble(self.outputs, self.graph(*(tensors[i] for i in range(len(tensors)))))
+        given = [tensors[i] for i in range(len(tensors))]
+        if self.sizes is not None:
+            check_sizes(self.sizes, given)
+        return assemble(self.outputs, self.graph(*given))
 
 
 def restore(program: bytes, tensors: Mapping[str, Tensor], max_bytes: int) -> SavedModel:
@@ -71,7 +82,11 @@ def restore(program: bytes, tensors: Mapping[str, Tensor], max_bytes: int) -> Sa
                 f"{VERSION}: upgrade pdecay"
             )
         graph = _Builder(content, tensors).build()
-        return SavedModel(graph, content["inputs"], content["outputs"], bool(content["free_batch"]))
+        free_batch = bool(content["free_batch"])
+        sizes = content.get("sizes")
+        if sizes is not None:
+            check_form(sizes)
+        return SavedModel(graph, content["inputs"], content["outputs"], free_batch, sizes)
     except _ERRORS as error:
         raise ValueError(f"the program is damaged: {type(error).__name__}: {error}") from error
 

@@ -1,0 +1,89 @@
+"""The sizes of the inputs that a program takes.
+
+A program is recorded for the sizes of its example, and its numbers may depend on them. Other sizes
+must therefore be refused, except along axes that torch.export found to be free. The sizes of an
+input are a list of integers for fixed sizes and of names for free ones. Axes with the same name
+have the same size. Each name has a range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from pdecay.deployment.model.program import input_shapes
+
+Sizes = dict[str, Any]
+_ASSUMED = 2  # torch.export assumes free sizes of at least 2, although 0 and 1 work as well
+
+
+def sizes_of(program: ExportedProgram) -> Sizes:
+    """Return the sizes of a program's inputs; raise TypeError if a size depends on others."""
+    names: dict[Any, str] = {}
+    shapes = [[_size(size, names) for size in shape] for shape in input_shapes(program)]
+    ranges = {}
+    for symbol, name in names.items():
+        limits = program.range_constraints[symbol]
+        low, high = int(limits.lower), limits.upper
+        is_bound = high.is_Integer and int(high) < torch.iinfo(torch.int64).max
+        ranges[name] = [low if low > _ASSUMED else 0, int(high) if is_bound else None]
+    return {"shapes": shapes, "ranges": ranges}
+
+
+def check_form(sizes: Any) -> None:
+    """Raise ValueError unless plain data from a file are sizes."""
+    match sizes:
+        case {"shapes": list(shapes), "ranges": dict(ranges)}:
+            flat = [size for shape in shapes for size in shape if size not in ranges]
+            limits = [pair for pair in ranges.values() if not _is_range(pair)]
+            if not limits and all(type(size) is int for size in flat):
+                return
+    raise ValueError(f"the program is damaged: sizes {str(sizes)[:100]}")
+
+
+def check_sizes(sizes: Sizes, tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError unless a program takes these inputs."""
+    found: dict[str, int] = {}
+    for number, (tensor, expected) in enumerate(zip(tensors, sizes["shapes"], strict=True)):
+        given = tensor.shape
+        fits = len(given) == len(expected)
+        for size, wanted in zip(given, expected, strict=False):
+            if isinstance(wanted, int):
+                fits = fits and size == wanted
+            else:
+                low, high = sizes["ranges"][wanted]
+                in_range = low <= size and (high is None or size <= high)
+                fits = fits and in_range and found.setdefault(wanted, size) == size
+        if not fits:
+            free = dict.fromkeys(name for name in expected if isinstance(name, str))
+            limits = "".join(f", {name} {_text(*sizes['ranges'][name])}" for name in free)
+            raise ValueError(
+                f"the program takes tensors of shape [{', '.join(map(str, expected))}]{limits}, "
+                f"got {list(given)} as tensor {number}: save the model with an example of the "
+                "size that you need"
+            )
+
+
+def _size(size: int | torch.SymInt, names: dict[Any, str]) -> int | str:
+    """Return a size as plain data. `names` are the names of the free sizes so far."""
+    if isinstance(size, int):
+        return size
+    symbol = size.node.expr
+    if not symbol.is_Symbol:
+        raise TypeError(f"a size of an input depends on another: {size}")
+    return names.setdefault(symbol, f"n{len(names)}")
+
+
+def _is_range(pair: Any) -> bool:
+    match pair:
+        case [int(), int() | None]:
+            return True
+    return False
+
+
+def _text(low: int, high: int | None) -> str:
+    return f"at least {low}" if high is None else f"from {low} to {high}"
