@@ -51,7 +51,9 @@ SLOW = (
     "native",
     "optax_",
     "optim/kernels/test_compiled.py",
+    "optim/test_memory.py",
     "optim/test_torch_conventions.py",
+    "test_functional.py",
     "upstream",
 )
 

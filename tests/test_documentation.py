@@ -62,6 +62,7 @@ def form(text: str) -> str:
     return re.sub(r"[\d.,%\s-]+", " ", text.strip().splitlines()[0] if text.strip() else "")
 
 
+@pytest.mark.slow  # imports all frameworks
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_documented_names_resolve(page):
     # Dotted names in code spans, roles and autodoc directives, not those in prose or file names.

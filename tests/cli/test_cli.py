@@ -219,12 +219,14 @@ def test_completion_script_completes(run_cli, typed, expected):
     assert expected <= set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_train_prints_its_record_as_json(run_cli, tmp_path):
     arguments = ("digits", "--scale", "quick", "--method", "target", "--steps", 20)
     record = json.loads(run_cli("train", *arguments, "--out", tmp_path / "run", "--json"))
     assert record["result"]["sparsity"] == pytest.approx(0.9, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_file_names_that_are_not_utf8_are_shown(tmp_path):
     """Print them with escapes, and draw them with replacement characters."""
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.safetensors")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import pdecay
-from pdecay.lab.models import CNN, GPT, MLP, ResNet
+from pdecay.lab.models import CNN, GPT, MLP, ResNet, Whitening
 
 
 def count(model: nn.Module) -> int:
@@ -23,6 +23,19 @@ def test_resnet18_has_size_of_paper():
     assert count(model) == 11_173_962
     decayed, _ = pdecay.param_groups(model)
     assert sum(param.numel() for param in decayed["params"]) == 11_164_352
+
+
+def test_whitening_makes_patches_uncorrelated():
+    noise = torch.randn(200, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    images = nn.functional.avg_pool2d(noise, 3, stride=1)  # neighbouring pixels are correlated
+    layer = Whitening(3)
+    layer.fit(images)
+    assert torch.equal(layer.weight[27:], -layer.weight[:27])
+    assert not list(layer.parameters())
+    outputs = nn.functional.conv2d(images, layer.weight[:27]).transpose(0, 1).flatten(1)
+    covariance = outputs @ outputs.T / outputs.shape[1]
+    torch.testing.assert_close(covariance, covariance.diag().diag(), rtol=0, atol=1e-3)
+    assert 0 < covariance.diag().min() < covariance.diag().max() < 1
 
 
 def test_nano_gpt_has_size_of_paper(nano):

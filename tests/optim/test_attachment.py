@@ -304,6 +304,7 @@ class TestWeights:
         assert same([module.weight.detach(), module.bias.detach()], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     # warnings of torch's compiler about its profiler hook and about reading a tensor's value
     "ignore::UserWarning:torch._dynamo",

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -20,41 +19,21 @@ from torch.optim.lr_scheduler import (
 
 import pdecay
 from pdecay import PSGD, Lp, PAdam
+from tests.optim.stepping import (
+    BOTH,
+    DECAY,
+    PATHS,
+    SHAPES,
+    everything,
+    parameters,
+    steps,
+)
 
-DECAY = Lp(0.8, 0.3)
 ELASTIC = Lp(0.5, 0.1) + Lp(2, 0.3)
-SHAPES = ((4, 3), (3,), (2, 3, 2), (5, 1))
-
-
-def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    seeded = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(s, generator=seeded).to(dtype)) for s in SHAPES]
-    with torch.no_grad():
-        params[0][0] = 0.0
-    return params
-
-
-def set_gradients(params: list[nn.Parameter], t: int) -> None:
-    seeded = torch.Generator().manual_seed(100 + t)
-    for param in params:
-        noise = torch.randn(param.shape, generator=seeded)
-        param.grad = (param.detach() + noise).to(param.dtype)
-
-
-def steps(optimizer: torch.optim.Optimizer, n: int, start: int = 0) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for t in range(start, start + n):
-        set_gradients(params, t)
-        optimizer.step()
 
 
 def weights_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p.detach() for group in optimizer.param_groups for p in group["params"]]
-
-
-def everything(optimizer: torch.optim.Optimizer) -> dict:
-    groups = [dict(group) for group in optimizer.param_groups]
-    return copy.deepcopy({"groups": groups, "state": list(optimizer.state.values())})
 
 
 def through_a_file(thing):
@@ -62,10 +41,6 @@ def through_a_file(thing):
     torch.save(thing, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-BOTH = pytest.mark.parametrize("cls", [PAdam, PSGD])
-PATHS = pytest.mark.parametrize("foreach", [False, True], ids=["for-loop", "foreach"])
 
 
 class TestEqualsAttach:
@@ -519,159 +494,3 @@ class TestDefaults:
         assert PAdam(parameters(), 0.1, (0.8, 0.9), 1e-6, DECAY).param_groups[0]["decay"] == [
             [0.8, 0.3]
         ]
-
-
-class TestBadInput:
-    @BOTH
-    @pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf")])
-    @pytest.mark.parametrize("as_tensor", [False, True])
-    def test_invalid_lr_raises(self, cls, bad, as_tensor):
-        with pytest.raises(ValueError, match=rf"lr must be finite and >= 0, got {bad}"):
-            cls(parameters(), lr=torch.tensor(bad) if as_tensor else bad)
-
-    @BOTH
-    @pytest.mark.parametrize("bad", ["0.1", None, [0.1], True])
-    def test_non_numeric_lr_raises(self, cls, bad):
-        with pytest.raises(TypeError, match="lr must be a number") as error:
-            cls(parameters(), lr=bad)
-        assert repr(bad) in str(error.value)
-
-    @BOTH
-    @PATHS
-    @pytest.mark.parametrize("bad", [-0.1, float("nan")])
-    def test_invalid_lr_of_one_group_moves_no_weight(self, cls, foreach, bad, same):
-        a, _, c, _ = parameters()
-        groups = [{"params": [a]}, {"params": [c]}]
-        optimizer = cls(groups, lr=0.05, decay=DECAY, foreach=foreach)
-        steps(optimizer, 1)
-        optimizer.param_groups[1]["lr"] = bad
-        set_gradients([a, c], 1)
-        before = everything(optimizer)
-        with pytest.raises(ValueError, match=rf"lr must be finite and >= 0, got {bad}"):
-            optimizer.step()
-        assert same(everything(optimizer), before)
-
-    @BOTH
-    @PATHS
-    @pytest.mark.parametrize("name", ["found_inf", "grad_scale"])
-    def test_attributes_of_a_scaler_raise(self, cls, foreach, name, same):
-        optimizer = cls(parameters(), lr=0.05, decay=DECAY, foreach=foreach)
-        steps(optimizer, 1)
-        before = everything(optimizer)
-        setattr(optimizer, name, torch.tensor(1.0))
-        with pytest.raises(RuntimeError, match=f"{name} is set.*GradScaler.step"):
-            steps(optimizer, 1)
-        assert same(everything(optimizer), before)
-
-    @pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf"), float("-inf")])
-    def test_invalid_p_and_lam_raise(self, bad):
-        with pytest.raises(ValueError, match=rf"p must be finite and >= 0, got {bad}"):
-            Lp(bad, 0.1)
-        with pytest.raises(ValueError, match=rf"lam must be finite and >= 0, got {bad}"):
-            Lp(0.8, bad)
-
-    @BOTH
-    @pytest.mark.parametrize("bad", ["0.8", 0.8, {"p": 1}, [0.8, 1e-3], Lp, [[1, 2, 3]]])
-    def test_invalid_decay_raises(self, cls, bad):
-        with pytest.raises(TypeError, match="a decay must be an Lp, a sum of Lp, None or") as error:
-            cls(parameters(), decay=bad)
-        assert repr(bad) in str(error.value)
-
-    @BOTH
-    @pytest.mark.parametrize("bad", [0.8, "0.8"])
-    def test_invalid_decay_of_a_group_raises(self, cls, bad):
-        with pytest.raises(TypeError, match="a decay must be") as error:
-            cls([{"params": parameters(), "decay": bad}])
-        assert repr(bad) in str(error.value)
-
-    @BOTH
-    @pytest.mark.parametrize("bad", [-1.0, float("nan"), "1"])
-    def test_invalid_scale_of_a_group_raises(self, cls, bad):
-        with pytest.raises((TypeError, ValueError), match=f"decay_scale must be .*{bad}"):
-            cls([{"params": parameters(), "decay_scale": bad}])
-
-    @BOTH
-    @pytest.mark.parametrize("nothing", [[], iter(())])
-    def test_no_parameters_raises(self, cls, nothing):
-        with pytest.raises(ValueError, match="nothing to optimize: the parameter list is empty"):
-            cls(nothing)
-
-    @BOTH
-    @pytest.mark.parametrize("not_a_list", [torch.zeros(3, 3), {"a": 1}], ids=["tensor", "dict"])
-    def test_non_list_parameters_raise(self, cls, not_a_list):
-        with pytest.raises(TypeError, match="params"):
-            cls(not_a_list)
-
-    @BOTH
-    def test_unordered_parameters_raise(self, cls):
-        """As in torch: checkpoints rely on the order."""
-        with pytest.raises(TypeError, match="ordered"):
-            cls([{"params": set(parameters())}])
-
-    @pytest.mark.parametrize(
-        ("cls", "flag", "bad"),
-        [
-            (PAdam, "betas", (1.0, 0.9)),
-            (PAdam, "eps", -1e-8),
-            (PAdam, "weight_decay", -0.1),
-            (PAdam, "weight_decay", float("nan")),
-            (PSGD, "momentum", -0.9),
-            (PSGD, "momentum", float("nan")),
-            (PSGD, "weight_decay", -0.1),
-            (PSGD, "weight_decay", float("nan")),
-        ],
-    )
-    def test_invalid_flags_raise(self, cls, flag, bad):
-        with pytest.raises(ValueError, match="beta" if flag == "betas" else f"{flag}|epsilon"):
-            cls(parameters(), **{flag: bad})
-
-    def test_nesterov_without_momentum_raises(self):
-        with pytest.raises(ValueError, match="Nesterov momentum requires a momentum"):
-            PSGD(parameters(), nesterov=True)
-
-    @BOTH
-    def test_unknown_flag_raises(self, cls):
-        with pytest.raises(TypeError, match="lambda_p"):
-            cls(parameters(), lambda_p=0.1)
-
-
-class TestFrozenWarning:
-    @BOTH
-    def test_warning_names_a_zero_tensor_once(self, cls):
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-        nn.init.zeros_(model[1].weight)
-        with pytest.warns(
-            UserWarning, match=r"all zero and would never change.*: 1\.weight\."
-        ) as caught:
-            cls(model.named_parameters(), decay=DECAY)
-        assert len(caught) == 1
-        assert caught[0].filename == __file__
-        cls(model.named_parameters(), decay=DECAY)  # warnings are errors in the tests
-        pdecay.attach(SGD(model.parameters(), lr=0.1), DECAY)
-
-    @BOTH
-    def test_warning_locates_an_unnamed_tensor(self, cls):
-        zero = nn.Parameter(torch.zeros(2, 3))
-        with pytest.warns(UserWarning, match=r"parameter 1 of group 1 \(2x3\)"):
-            cls([{"params": parameters()}, {"params": [parameters()[0], zero]}], decay=DECAY)
-
-    @BOTH
-    def test_warns_for_groups_added_later(self, cls):
-        optimizer = cls([("w", parameters()[0])], decay=DECAY)
-        with pytest.warns(UserWarning, match=r"all zero.*lora_b"):
-            optimizer.add_param_group({"params": [("lora_b", nn.Parameter(torch.zeros(2, 3)))]})
-
-    @BOTH
-    @pytest.mark.parametrize("harmless", [Lp(2, 0.1), Lp(3, 0.1), Lp(0.8, 0.0), None])
-    def test_no_warning_if_nothing_freezes(self, cls, harmless):
-        cls([nn.Parameter(torch.zeros(2, 3))], decay=harmless)
-
-
-def test_float16_weights_are_reported():
-    weight = torch.nn.Parameter(torch.randn(4, 4).half())
-    with pytest.warns(UserWarning, match=r"1 parameters are float16, and eps = 1e-08\. .*are zero"):
-        PAdam([weight])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        PAdam([weight], eps=1e-6)
-        PAdam([torch.nn.Parameter(torch.randn(4, 4).bfloat16())])

@@ -10,49 +10,20 @@ import torch
 from torch import nn
 
 import pdecay
-from pdecay import Lp, PAdam, SparsityTarget, attach, doctor, freeze_zeros, param_groups
+from pdecay import Lp, PAdam, SparsityTarget, attach, doctor, freeze_zeros
+from tests.sparsity.training import (
+    STEPS,
+    assert_equal,
+    build,
+    loss_of,
+    padam,
+    size,
+    train,
+    weights,
+    zeros,
+)
 
-STEPS = 60
 END = 42  # of the ramp
-
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 4))
-
-
-def loss_of(model, seed):
-    torch.manual_seed(seed)
-    x = torch.randn(32, 16)
-    return nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
-
-
-def train(model, optimizer, steps=STEPS, start=0):
-    for step in range(start, steps):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-
-
-def weights(model):
-    return [param for param in model.parameters() if param.ndim >= 2]
-
-
-def zeros(params):
-    return sum(int((w == 0).sum()) for w in params)
-
-
-def size(params):
-    return sum(w.numel() for w in params)
-
-
-def assert_equal(model, other):
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-def padam(model, decay=Lp(0.8, 1)):  # noqa: B008
-    return PAdam(param_groups(model), lr=1e-2, decay=decay)
 
 
 def attached(model, decay=Lp(0.8, 1)):  # noqa: B008
@@ -318,99 +289,6 @@ class TestParameters:
         assert zeros([model[0].weight]) == 0.75 * model[0].weight.numel()
         assert zeros([model[3].weight]) == 0
         assert not torch.equal(model[3].weight, before)
-
-
-class Wrapper(torch.optim.Optimizer):
-    """A wrapper as accelerate's: an Optimizer by type that never ran ``Optimizer.__init__``."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self):
-        return self.optimizer.param_groups
-
-    def zero_grad(self, set_to_none=True):
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure=None):
-        self.optimizer.step(closure)
-
-
-class TestWrappers:
-    def test_target_and_freeze(self):
-        model = build()
-        wrapper = Wrapper(padam(model))
-        target = SparsityTarget(wrapper, 0.9, STEPS)
-        train(model, wrapper)
-        assert target.sparsity == pytest.approx(0.9, abs=0.002)
-        freeze_zeros(Wrapper(wrapper))
-
-    def test_attach_pruning_schedule_doctor_and_sparsity(self):
-        model = build()
-        wrapper = Wrapper(torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0))
-        assert attach(wrapper, Lp(0.8, 1e-3)).optimizer is wrapper.optimizer
-        assert pdecay.GradualMagnitudePruning(wrapper, 0.5, STEPS).optimizer is wrapper.optimizer
-        assert pdecay.LamSchedule(wrapper, [(0, 1.0)]).optimizer is wrapper.optimizer
-        assert doctor(model, wrapper) == []
-        assert pdecay.sparsity(model, optimizer=wrapper).layers[0].decayed
-
-
-class TestSeveralOptimizers:
-    def make(self, model):
-        """One optimizer for each parameter, stepped in the backward pass."""
-        optimizers = {param: PAdam([param], lr=1e-2, decay=Lp(0.8, 1)) for param in weights(model)}
-
-        def step(param):
-            optimizers[param].step()
-            optimizers[param].zero_grad()
-
-        for param in optimizers:
-            param.register_post_accumulate_grad_hook(step)
-        return list(optimizers.values())
-
-    def run(self, model, start=0, stop=STEPS):
-        for step in range(start, stop):
-            loss_of(model, step).backward()
-
-    def test_one_optimizer_for_each_parameter(self):
-        model = build()
-        target = SparsityTarget(self.make(model), 0.75, STEPS)
-        self.run(model)
-        assert target.last_step == STEPS
-        assert zeros(weights(model)) == 0.75 * size(weights(model))
-
-    def test_resume_is_exact(self):
-        whole = build()
-        optimizers = self.make(whole)
-        SparsityTarget(optimizers, 0.75, STEPS)
-        self.run(whole, stop=20)
-        model = build()
-        model.load_state_dict(whole.state_dict())
-        resumed = self.make(model)
-        target = SparsityTarget(resumed, 0.75, STEPS)
-        for one, other in zip(resumed, optimizers, strict=True):
-            one.load_state_dict(copy.deepcopy(other.state_dict()))
-        assert target.last_step == 20
-        self.run(whole, start=20)
-        self.run(model, start=20)
-        assert_equal(model, whole)
-
-    def test_optimizer_that_never_steps_does_not_block_the_others(self):
-        model = build()
-        unused = nn.Parameter(torch.randn(4, 4))
-        optimizers = [*self.make(model), PAdam([unused], decay=Lp(0.8, 1))]
-        target = SparsityTarget(optimizers, 0.75, STEPS)
-        self.run(model)
-        assert target.last_step == STEPS - 1  # the last step may still be incomplete
-        assert target.sparsity == 0.75
-
-    def test_freeze_zeros_and_errors(self):
-        optimizers = self.make(build())
-        freeze_zeros(optimizers)
-        assert all(one.param_groups[0]["decay_scale"] > 0 for one in optimizers)
-        with pytest.raises(ValueError, match="the list of optimizers is empty"):
-            SparsityTarget([], 0.5, STEPS)
 
 
 class TestLifecycle:

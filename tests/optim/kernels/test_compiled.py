@@ -4,23 +4,7 @@ import pytest
 import torch
 
 from pdecay._optim.kernels import compiled, native
-
-TERMS = {
-    "0": [(0, 5e-5)],
-    "0.3": [(0.3, 5e-4)],
-    "0.5": [(0.5, 5e-3)],
-    "0.8": [(0.8, 5e-2)],
-    "1": [(1, 5e-2)],
-    "1.5": [(1.5, 0.5)],
-    "1.9": [(1.9, 5.0)],
-    "2": [(2, 5.0)],
-    "3": [(3, 50.0)],
-    "elastic": [(0.8, 5e-2), (2, 5.0)],
-    "two": [(0.8, 5e-2), (1.2, 0.5)],
-    "none": [],
-}
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
-SGD = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0, "maximize": False}
+from tests.optim.kernels.settings import SGD, TERMS, TOLERANCE
 
 
 @pytest.fixture

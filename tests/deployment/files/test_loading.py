@@ -1,0 +1,190 @@
+"""Tests of pdecay.load: files that do not fit the model, special models, memory limits."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from pdecay.deployment.files import FileFormatError, load, save
+from tests.deployment.files.sparse_nets import sparse_net
+
+from .contents import check_same
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+class TestMismatches:
+    def check(self, path, model, message, **options):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ValueError, match=message) as caught:
+            load(path, model, **options)
+        assert str(path) in str(caught.value)
+        assert all(torch.equal(before[n], value) for n, value in model.state_dict().items())
+
+    def test_names(self, path):
+        save(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), path)
+        model = nn.Sequential(OrderedDict(a=nn.Linear(3, 4)))
+        self.check(
+            path, model, r"in the file: 'a\.weight', 'a\.bias'; missing in the model: '0\.weight'"
+        )
+        assert load(path, model, strict=False) is model
+        save(nn.Linear(3, 4), path)
+        weight = nn.Linear(3, 4, bias=False)
+        self.check(path, weight, "missing in the model: 'bias'")
+        load(path, weight, strict=False)
+        assert torch.equal(weight.weight, load(path)["weight"])
+
+    def test_many_names(self, path):
+        save({f"n{i}": torch.zeros(1) for i in range(50)}, path)
+        self.check(path, nn.Linear(3, 4), r"missing in the model: 'n0', .*'n7', and 42 more")
+
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_shapes(self, path, strict):
+        save(nn.Linear(3, 4), path)
+        message = (
+            r"'weight' has shape \[4, 3\] in the file and \[3, 3\] in the model; 'bias' has shape"
+        )
+        self.check(path, nn.Linear(3, 3), message, strict=strict)
+
+    def test_dtypes(self, path):
+        save({"weight": torch.randn(4, 3), "bias": torch.randn(4)}, path)
+        model = nn.Linear(3, 4).to(torch.bfloat16)
+        load(path, model)
+        assert torch.equal(model.weight, load(path)["weight"].to(torch.bfloat16))
+        save({"weight": torch.randn(4, 3, dtype=torch.complex64), "bias": torch.randn(4)}, path)
+        self.check(path, nn.Linear(3, 4), "which cannot be cast to torch.float32")
+
+    def test_uninitialised_models(self, path):
+        save(nn.Linear(3, 4), path)
+        with pytest.raises(ValueError, match=r"'weight' is on the meta device .*to_empty"):
+            load(path, nn.Linear(3, 4, device="meta"))
+        with pytest.raises(ValueError, match="'weight' is not initialised in the model"):
+            load(path, nn.LazyLinear(4))
+
+    def test_expanded_buffer(self, path):
+        model = nn.Module()
+        model.register_buffer("b", torch.zeros(1).expand(5))
+        save(model, path)
+        self.check(path, model, "'b' is expanded in the model")
+
+    def test_damaged_file_leaves_model_unchanged(self, path):
+        save(sparse_net(), path)
+        data = bytearray(path.read_bytes())
+        with safe_open(path, "np") as file:
+            positions = file.get_tensor("positions").tobytes()
+        start = data.index(positions)
+        data[start : start + 3] = b"\xff" * 3
+        path.write_bytes(data)
+        model = sparse_net(1)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(FileFormatError):
+            load(path, model)
+        check_same(before, model.state_dict())
+
+    def test_arguments(self, path):
+        save(nn.Linear(3, 4), path)
+        with pytest.raises(TypeError, match=r"needs a torch.nn.Module, got dict"):
+            load(path, {})
+        with pytest.raises(ValueError, match="max_bytes needs a load without a model"):
+            load(path, nn.Linear(3, 4), max_bytes=10)
+        with pytest.raises(FileNotFoundError):
+            load(path.with_name("missing"))
+
+
+def test_model_with_extra_state_loads_by_load_state_dict(path):
+    """The tensors of such a state dict are copies, so they cannot be filled in place."""
+
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.steps = torch.zeros(2)
+
+        def get_extra_state(self):
+            return self.steps.clone()
+
+        def set_extra_state(self, state):
+            self.steps = state
+
+    model, other = Doubled(), Doubled()
+    model.steps = torch.tensor([3.0, 4.0])
+    save(model, path)
+    load(path, other)
+    assert torch.equal(other.steps, model.steps)
+    check_same(model.state_dict(), other.state_dict())
+
+
+def test_load_is_seen_by_autograd(path):
+    """Autograd must detect that a weight saved for backward has changed."""
+    model = nn.Linear(3, 3)
+    save(model, path)
+    out = model(model(torch.randn(2, 3, requires_grad=True))).sum()
+    load(path, model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+    assert model.weight.requires_grad
+
+
+def test_parametrized_and_pruned_models(path):
+    from torch.nn.utils import parametrizations, prune
+
+    def build():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        parametrizations.weight_norm(model[0])
+        prune.random_unstructured(model[1], "weight", 0.5)
+        return model
+
+    model, other = build(), build()
+    save(model, path)
+    load(path, other)
+    check_same(model.state_dict(), other.state_dict())
+
+
+class TestMemoryLimit:
+    def test_error_names_required_max_bytes(self, path):
+        state = {"w": torch.zeros(300, 300)}
+        state["w"][5, 7] = 1
+        save(state, path)
+        with pytest.raises(FileFormatError, match=r"takes [\d,]+ in memory") as caught:
+            load(path)
+        needed = int(str(caught.value).split("max_bytes=")[1].split(")")[0])
+        assert 360_000 < needed < 370_000
+        check_same(state, load(path, max_bytes=needed))
+        with pytest.raises(FileFormatError, match="takes"):
+            load(path, max_bytes=needed - 1)
+
+    def test_model_shapes_replace_memory_limit(self, path):
+        model = nn.Linear(300, 300)
+        with torch.no_grad():
+            model.weight.zero_()
+            model.bias.zero_()
+        save(model, path)
+        other = load(path, nn.Linear(300, 300))
+        assert not other.weight.any()
+        assert not other.bias.any()
+
+    def test_default_limit_allows_98_percent_sparsity(self, path):
+        w = torch.randn(1000, 300) * (torch.rand(1000, 300) >= 0.978)
+        save({"w": w}, path)
+        assert torch.equal(load(path)["w"], w)
+
+    @pytest.mark.parametrize("count", [1, 10, 1000])
+    @pytest.mark.parametrize("value", [torch.tensor(0.0), torch.tensor(True), torch.empty(0)])
+    def test_default_limit_allows_many_tiny_tensors(self, path, count, value):
+        state = {str(i): value.clone() for i in range(count)}
+        save(state, path)
+        check_same(state, load(path))
+
+    def test_default_limit_allows_many_ties(self, path):
+        state = dict.fromkeys(map(str, range(1000)), torch.ones(3))
+        save(state, path)
+        check_same(state, load(path))
+
+    def test_default_limit_allows_long_names(self, path):
+        state = {"x" * 100_000: torch.ones(3), "ü" * 50_000: torch.ones(2)}
+        save(state, path)
+        check_same(state, load(path))

@@ -1,0 +1,178 @@
+"""Tests of the arguments of PAdam and PSGD: errors and warnings."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import pdecay
+from pdecay import PSGD, Lp, PAdam
+from tests.optim.stepping import (
+    BOTH,
+    DECAY,
+    PATHS,
+    everything,
+    parameters,
+    set_gradients,
+    steps,
+)
+
+
+class TestBadInput:
+    @BOTH
+    @pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf")])
+    @pytest.mark.parametrize("as_tensor", [False, True])
+    def test_invalid_lr_raises(self, cls, bad, as_tensor):
+        with pytest.raises(ValueError, match=rf"lr must be finite and >= 0, got {bad}"):
+            cls(parameters(), lr=torch.tensor(bad) if as_tensor else bad)
+
+    @BOTH
+    @pytest.mark.parametrize("bad", ["0.1", None, [0.1], True])
+    def test_non_numeric_lr_raises(self, cls, bad):
+        with pytest.raises(TypeError, match="lr must be a number") as error:
+            cls(parameters(), lr=bad)
+        assert repr(bad) in str(error.value)
+
+    @BOTH
+    @PATHS
+    @pytest.mark.parametrize("bad", [-0.1, float("nan")])
+    def test_invalid_lr_of_one_group_moves_no_weight(self, cls, foreach, bad, same):
+        a, _, c, _ = parameters()
+        groups = [{"params": [a]}, {"params": [c]}]
+        optimizer = cls(groups, lr=0.05, decay=DECAY, foreach=foreach)
+        steps(optimizer, 1)
+        optimizer.param_groups[1]["lr"] = bad
+        set_gradients([a, c], 1)
+        before = everything(optimizer)
+        with pytest.raises(ValueError, match=rf"lr must be finite and >= 0, got {bad}"):
+            optimizer.step()
+        assert same(everything(optimizer), before)
+
+    @BOTH
+    @PATHS
+    @pytest.mark.parametrize("name", ["found_inf", "grad_scale"])
+    def test_attributes_of_a_scaler_raise(self, cls, foreach, name, same):
+        optimizer = cls(parameters(), lr=0.05, decay=DECAY, foreach=foreach)
+        steps(optimizer, 1)
+        before = everything(optimizer)
+        setattr(optimizer, name, torch.tensor(1.0))
+        with pytest.raises(RuntimeError, match=f"{name} is set.*GradScaler.step"):
+            steps(optimizer, 1)
+        assert same(everything(optimizer), before)
+
+    @pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf"), float("-inf")])
+    def test_invalid_p_and_lam_raise(self, bad):
+        with pytest.raises(ValueError, match=rf"p must be finite and >= 0, got {bad}"):
+            Lp(bad, 0.1)
+        with pytest.raises(ValueError, match=rf"lam must be finite and >= 0, got {bad}"):
+            Lp(0.8, bad)
+
+    @BOTH
+    @pytest.mark.parametrize("bad", ["0.8", 0.8, {"p": 1}, [0.8, 1e-3], Lp, [[1, 2, 3]]])
+    def test_invalid_decay_raises(self, cls, bad):
+        with pytest.raises(TypeError, match="a decay must be an Lp, a sum of Lp, None or") as error:
+            cls(parameters(), decay=bad)
+        assert repr(bad) in str(error.value)
+
+    @BOTH
+    @pytest.mark.parametrize("bad", [0.8, "0.8"])
+    def test_invalid_decay_of_a_group_raises(self, cls, bad):
+        with pytest.raises(TypeError, match="a decay must be") as error:
+            cls([{"params": parameters(), "decay": bad}])
+        assert repr(bad) in str(error.value)
+
+    @BOTH
+    @pytest.mark.parametrize("bad", [-1.0, float("nan"), "1"])
+    def test_invalid_scale_of_a_group_raises(self, cls, bad):
+        with pytest.raises((TypeError, ValueError), match=f"decay_scale must be .*{bad}"):
+            cls([{"params": parameters(), "decay_scale": bad}])
+
+    @BOTH
+    @pytest.mark.parametrize("nothing", [[], iter(())])
+    def test_no_parameters_raises(self, cls, nothing):
+        with pytest.raises(ValueError, match="nothing to optimize: the parameter list is empty"):
+            cls(nothing)
+
+    @BOTH
+    @pytest.mark.parametrize("not_a_list", [torch.zeros(3, 3), {"a": 1}], ids=["tensor", "dict"])
+    def test_non_list_parameters_raise(self, cls, not_a_list):
+        with pytest.raises(TypeError, match="params"):
+            cls(not_a_list)
+
+    @BOTH
+    def test_unordered_parameters_raise(self, cls):
+        """As in torch: checkpoints rely on the order."""
+        with pytest.raises(TypeError, match="ordered"):
+            cls([{"params": set(parameters())}])
+
+    @pytest.mark.parametrize(
+        ("cls", "flag", "bad"),
+        [
+            (PAdam, "betas", (1.0, 0.9)),
+            (PAdam, "eps", -1e-8),
+            (PAdam, "weight_decay", -0.1),
+            (PAdam, "weight_decay", float("nan")),
+            (PSGD, "momentum", -0.9),
+            (PSGD, "momentum", float("nan")),
+            (PSGD, "weight_decay", -0.1),
+            (PSGD, "weight_decay", float("nan")),
+        ],
+    )
+    def test_invalid_flags_raise(self, cls, flag, bad):
+        with pytest.raises(ValueError, match="beta" if flag == "betas" else f"{flag}|epsilon"):
+            cls(parameters(), **{flag: bad})
+
+    def test_nesterov_without_momentum_raises(self):
+        with pytest.raises(ValueError, match="Nesterov momentum requires a momentum"):
+            PSGD(parameters(), nesterov=True)
+
+    @BOTH
+    def test_unknown_flag_raises(self, cls):
+        with pytest.raises(TypeError, match="lambda_p"):
+            cls(parameters(), lambda_p=0.1)
+
+
+class TestFrozenWarning:
+    @BOTH
+    def test_warning_names_a_zero_tensor_once(self, cls):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        nn.init.zeros_(model[1].weight)
+        with pytest.warns(
+            UserWarning, match=r"all zero and would never change.*: 1\.weight\."
+        ) as caught:
+            cls(model.named_parameters(), decay=DECAY)
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+        cls(model.named_parameters(), decay=DECAY)  # warnings are errors in the tests
+        pdecay.attach(SGD(model.parameters(), lr=0.1), DECAY)
+
+    @BOTH
+    def test_warning_locates_an_unnamed_tensor(self, cls):
+        zero = nn.Parameter(torch.zeros(2, 3))
+        with pytest.warns(UserWarning, match=r"parameter 1 of group 1 \(2x3\)"):
+            cls([{"params": parameters()}, {"params": [parameters()[0], zero]}], decay=DECAY)
+
+    @BOTH
+    def test_warns_for_groups_added_later(self, cls):
+        optimizer = cls([("w", parameters()[0])], decay=DECAY)
+        with pytest.warns(UserWarning, match=r"all zero.*lora_b"):
+            optimizer.add_param_group({"params": [("lora_b", nn.Parameter(torch.zeros(2, 3)))]})
+
+    @BOTH
+    @pytest.mark.parametrize("harmless", [Lp(2, 0.1), Lp(3, 0.1), Lp(0.8, 0.0), None])
+    def test_no_warning_if_nothing_freezes(self, cls, harmless):
+        cls([nn.Parameter(torch.zeros(2, 3))], decay=harmless)
+
+
+def test_float16_weights_are_reported():
+    weight = torch.nn.Parameter(torch.randn(4, 4).half())
+    with pytest.warns(UserWarning, match=r"1 parameters are float16, and eps = 1e-08\. .*are zero"):
+        PAdam([weight])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PAdam([weight], eps=1e-6)
+        PAdam([torch.nn.Parameter(torch.randn(4, 4).bfloat16())])

@@ -1,0 +1,114 @@
+"""Tests of SparsityTarget on several optimizers, and on wrapped ones."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pdecay
+from pdecay import Lp, PAdam, SparsityTarget, attach, doctor, freeze_zeros
+from tests.sparsity.training import (
+    STEPS,
+    assert_equal,
+    build,
+    loss_of,
+    padam,
+    size,
+    train,
+    weights,
+    zeros,
+)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """A wrapper as accelerate's: an Optimizer by type that never ran ``Optimizer.__init__``."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+class TestWrappers:
+    def test_target_and_freeze(self):
+        model = build()
+        wrapper = Wrapper(padam(model))
+        target = SparsityTarget(wrapper, 0.9, STEPS)
+        train(model, wrapper)
+        assert target.sparsity == pytest.approx(0.9, abs=0.002)
+        freeze_zeros(Wrapper(wrapper))
+
+    def test_attach_pruning_schedule_doctor_and_sparsity(self):
+        model = build()
+        wrapper = Wrapper(torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0))
+        assert attach(wrapper, Lp(0.8, 1e-3)).optimizer is wrapper.optimizer
+        assert pdecay.GradualMagnitudePruning(wrapper, 0.5, STEPS).optimizer is wrapper.optimizer
+        assert pdecay.LamSchedule(wrapper, [(0, 1.0)]).optimizer is wrapper.optimizer
+        assert doctor(model, wrapper) == []
+        assert pdecay.sparsity(model, optimizer=wrapper).layers[0].decayed
+
+
+class TestSeveralOptimizers:
+    def make(self, model):
+        """One optimizer for each parameter, stepped in the backward pass."""
+        optimizers = {param: PAdam([param], lr=1e-2, decay=Lp(0.8, 1)) for param in weights(model)}
+
+        def step(param):
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in optimizers:
+            param.register_post_accumulate_grad_hook(step)
+        return list(optimizers.values())
+
+    def run(self, model, start=0, stop=STEPS):
+        for step in range(start, stop):
+            loss_of(model, step).backward()
+
+    def test_one_optimizer_for_each_parameter(self):
+        model = build()
+        target = SparsityTarget(self.make(model), 0.75, STEPS)
+        self.run(model)
+        assert target.last_step == STEPS
+        assert zeros(weights(model)) == 0.75 * size(weights(model))
+
+    def test_resume_is_exact(self):
+        whole = build()
+        optimizers = self.make(whole)
+        SparsityTarget(optimizers, 0.75, STEPS)
+        self.run(whole, stop=20)
+        model = build()
+        model.load_state_dict(whole.state_dict())
+        resumed = self.make(model)
+        target = SparsityTarget(resumed, 0.75, STEPS)
+        for one, other in zip(resumed, optimizers, strict=True):
+            one.load_state_dict(copy.deepcopy(other.state_dict()))
+        assert target.last_step == 20
+        self.run(whole, start=20)
+        self.run(model, start=20)
+        assert_equal(model, whole)
+
+    def test_optimizer_that_never_steps_does_not_block_the_others(self):
+        model = build()
+        unused = nn.Parameter(torch.randn(4, 4))
+        optimizers = [*self.make(model), PAdam([unused], decay=Lp(0.8, 1))]
+        target = SparsityTarget(optimizers, 0.75, STEPS)
+        self.run(model)
+        assert target.last_step == STEPS - 1  # the last step may still be incomplete
+        assert target.sparsity == 0.75
+
+    def test_freeze_zeros_and_errors(self):
+        optimizers = self.make(build())
+        freeze_zeros(optimizers)
+        assert all(one.param_groups[0]["decay_scale"] > 0 for one in optimizers)
+        with pytest.raises(ValueError, match="the list of optimizers is empty"):
+            SparsityTarget([], 0.5, STEPS)
