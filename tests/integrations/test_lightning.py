@@ -117,6 +117,11 @@ def test_target_in_configure_optimizers(tmp_path):
     loops.assert_equal(module.model, loops.plain_loop())
 
 
+def test_number_of_steps_between_logs_is_checked():
+    with pytest.raises(ValueError, match="every_n_steps must be a whole number >= 1, got 0"):
+        SparsityCallback(every_n_steps=0)
+
+
 @pytest.mark.parametrize(
     "average",
     [

@@ -19,14 +19,13 @@ _TOLERANCE = 1e-3  # a share of zeros that is lower by more than this misses the
 
 
 class SparsityActions:
-    """The actions of a sparsity callback: steer, freeze, prune and measure.
+    """The actions of a sparsity callback: steer, freeze and prune.
 
     Args:
         target: the share of the decayed weights that must be zero at the end; None for no target.
         freeze: the share of the training after which zeros stay zero and nothing else decays;
             None to leave the decay on. A target does this by itself at the end of its ramp.
         prune: the magnitude below which weights become zero at the end; None to leave them.
-        layers: whether to measure each decayed parameter besides the total.
         options: further arguments of :class:`pdecay.SparsityTarget`.
     """
 
@@ -35,7 +34,6 @@ class SparsityActions:
         target: float | None,
         freeze: float | None,
         prune: float | None,
-        layers: bool,
         options: dict[str, Any],
     ) -> None:
         if target is not None and freeze is not None:
@@ -50,7 +48,6 @@ class SparsityActions:
         self.target = None if target is None else check_target("target", target)
         self.freeze = freeze
         self.prune = None if prune is None else check_number("prune", prune)
-        self.layers = layers
         self.options = options
         self._freeze_step: int | None = None
         self._steering: SparsityTarget | None = None
@@ -91,13 +88,20 @@ class SparsityActions:
                 stacklevel=3,
             )
 
-    def measure(self, model: nn.Module, optimizer: Optimizer | None) -> dict[str, float]:
-        """Return the total sparsity and that of each decayed parameter, by the names of logs."""
-        inner = unwrap(optimizer)
-        decays = inner is not None and any("decay" in group for group in inner.param_groups)
-        report = sparsity(model, optimizer=inner if decays else None)
-        logs = {"sparsity": report.total}
-        if self.layers:
-            decayed = (layer for layer in report.layers if layer.decayed)
-            logs |= {f"sparsity/{layer.name}": layer.sparsity for layer in decayed}
-        return logs
+
+def measure(model: nn.Module, optimizer: Optimizer | None, layers: bool) -> dict[str, float]:
+    """Return the sparsity of the decayed weights, by the names of logs.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer, which tells the decayed weights; None for the default ones.
+        layers: whether to measure each decayed parameter besides the total.
+    """
+    inner = unwrap(optimizer)
+    decays = inner is not None and any("decay" in group for group in inner.param_groups)
+    report = sparsity(model, optimizer=inner if decays else None)
+    logs = {"sparsity": report.total}
+    if layers:
+        decayed = (layer for layer in report.layers if layer.decayed)
+        logs |= {f"sparsity/{layer.name}": layer.sparsity for layer in decayed}
+    return logs

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from pdecay._core.validation import check_count
 from pdecay._optim.attachment import is_decaying
 from pdecay._sparsity.metric import Rank
-from pdecay.integrations._common import SparsityActions
+from pdecay.integrations._common import SparsityActions, measure
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -43,7 +44,7 @@ class SparsityCallback(Callback):
         layers: whether to log each parameter besides the total.
         total_steps: the number of optimizer steps of the training. The default is that of the
             Trainer, which knows gradient accumulation.
-        every_n_steps: log after each of so many optimizer steps, too.
+        every_n_steps: log every so many optimizer steps instead of at the end of each epoch.
         start, end, per_layer, floor, rank, pull: as in :class:`pdecay.SparsityTarget`.
 
     Example::
@@ -71,7 +72,10 @@ class SparsityCallback(Callback):
         given: dict[str, Any] = {"start": start, "end": end, "per_layer": per_layer}
         given |= {"floor": floor, "rank": rank, "pull": pull}
         options = {name: value for name, value in given.items() if value is not None}
-        self._actions = SparsityActions(target, freeze, prune, layers, options)
+        if every_n_steps is not None:
+            check_count("every_n_steps", every_n_steps)
+        self._actions = SparsityActions(target, freeze, prune, options)
+        self._layers = layers
         self._total_steps = total_steps
         self._every = every_n_steps
         self._logged_step = 0
@@ -111,7 +115,8 @@ class SparsityCallback(Callback):
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         optimizers = _all_decaying(trainer)
-        return self._actions.measure(pl_module, optimizers[0] if len(optimizers) == 1 else None)
+        optimizer = optimizers[0] if len(optimizers) == 1 else None
+        return measure(pl_module, optimizer, self._layers)
 
 
 def _all_decaying(trainer: Trainer) -> list[Optimizer]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from pdecay._core.validation import check_count
 from pdecay._optim.hooks import StepHooks, is_skipped, unwrap
-from pdecay.integrations._common import SparsityActions
+from pdecay.integrations._common import measure
 
 
 class Log(Protocol):
@@ -88,7 +88,7 @@ class _Logging(StepHooks):
         self._model = model
         self._log = log
         self._every = every
-        self._actions = SparsityActions(None, None, None, layers, {})
+        self._layers = layers
         self._step = step
 
     def after_step(self) -> None:
@@ -96,7 +96,7 @@ class _Logging(StepHooks):
             return
         self._step += 1
         if self._step % self._every == 0:
-            self._write(self._actions.measure(self._model, self.optimizer))
+            self._write(measure(self._model, self.optimizer, self._layers))
 
     def _write(self, metrics: dict[str, float]) -> None:
         if callable(self._log):

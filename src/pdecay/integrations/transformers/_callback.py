@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from pdecay.integrations._common import SparsityActions
+from pdecay.integrations._common import SparsityActions, measure
 
 
 class SparsityCallback(TrainerCallback):
@@ -48,7 +48,8 @@ class SparsityCallback(TrainerCallback):
         layers: bool = True,
         **options: Any,
     ) -> None:
-        self._actions = SparsityActions(target, freeze, prune, layers, options)
+        self._actions = SparsityActions(target, freeze, prune, options)
+        self._layers = layers
         self._logged_step = -1
 
     def on_train_begin(
@@ -77,7 +78,7 @@ class SparsityCallback(TrainerCallback):
         if logs is None or state.global_step == self._logged_step:
             return
         self._logged_step = state.global_step
-        measured = self._actions.measure(kwargs["model"], kwargs.get("optimizer"))
+        measured = measure(kwargs["model"], kwargs.get("optimizer"), self._layers)
         logs.update(measured)
         if state.log_history:
             state.log_history[-1].update(measured)
