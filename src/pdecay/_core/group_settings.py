@@ -147,7 +147,7 @@ def penalty_of(group: Group) -> Penalty | None:
 
 @functools.lru_cache(maxsize=1024)
 def _penalty_of_pairs(pairs: tuple[tuple[float, ...], ...]) -> Penalty | None:
-    """Checking the numbers takes longer than the step of a small model."""
+    """Return the penalty, from a cache: its checks take longer than the step of a small model."""
     return as_penalty(pairs)
 
 

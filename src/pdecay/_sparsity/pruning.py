@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from pdecay._core.penalty import magnitude
-from pdecay._core.ramp import cubic_ramp, linear_ramp
+from pdecay._core.ramp import check_ramp, cubic_ramp, linear_ramp
 from pdecay._core.validation import check_count, check_number
 from pdecay._optim.hooks import StepHooks, is_skipped, only_creates_state, unwrap
 from pdecay._sparsity.metric import Rank, adaptive_scores, check_rank, update_squares
@@ -227,9 +227,8 @@ class GradualMagnitudePruning(_Pruning):
         self.sparsity = check_number("sparsity", sparsity)
         if self.sparsity >= 1:
             raise ValueError(f"sparsity must be below 1, got {sparsity!r}")
-        self.start, self.end = check_number("start", start), check_number("end", end)
-        if not self.start < self.end <= 1:
-            raise ValueError(f"start < end <= 1 must hold, got start={start!r}, end={end!r}")
+        check_ramp(start, end)
+        self.start, self.end = start, end
         super().__init__(optimizer, total_steps, every, params)
         self._zeros: list[tuple[Tensor, Tensor]] = []
 
