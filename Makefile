@@ -12,9 +12,10 @@ demo: $(VENV)/lab
 test: $(VENV)/test
 	$(VENV)/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 
-# The tests without those marked slow: about a minute and a half on two idle cores.
+# The tests without those marked slow: about a minute on two idle cores. Kernels are compiled once.
 quicktest: $(VENV)/test
-	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow' tests
+	PDECAY_CACHE=$(abspath $(VENV))/cache \
+	    $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow' tests
 
 lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .

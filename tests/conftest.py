@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -56,6 +58,11 @@ SLOW = (
     "test_functional.py",
     "upstream",
 )
+_MOST_CASES = 8  # of a parametrized test in `make quicktest`
+
+
+def _is_quick(config: pytest.Config) -> bool:
+    return bool(config.option.markexpr == "not slow")
 
 
 def _is_slow(path: Path) -> bool:
@@ -63,15 +70,38 @@ def _is_slow(path: Path) -> bool:
     return any(path.is_relative_to(folder / name) for name in SLOW)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw fewer random examples for `make quicktest`."""
+    if _is_quick(config):
+        hypothesis.settings.register_profile("quick", max_examples=20)
+        hypothesis.settings.load_profile("quick")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not even import the slow files, and with them other frameworks, for `make quicktest`."""
-    return True if config.option.markexpr == "not slow" and _is_slow(collection_path) else None
+    return True if _is_quick(config) and _is_slow(collection_path) else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if _is_slow(item.path):
             item.add_marker(pytest.mark.slow)
+    if _is_quick(config):
+        left_out = _left_out(items)
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases of parametrized tests beyond a random sample, the same in each run."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {
+        item
+        for test, same in cases.items()
+        for item in random.Random(test).sample(same, max(0, len(same) - _MOST_CASES))
+    }
 
 
 @pytest.fixture(scope="session", autouse=True)

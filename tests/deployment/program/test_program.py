@@ -36,6 +36,7 @@ CASES = NETWORKS | {
 }
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("name", CASES)
 def test_deployed_model_is_saved_and_loaded(clock, tmp_path, name):

@@ -228,6 +228,7 @@ for size in range(10**9):
 """
 
 
+@pytest.mark.slow
 def test_file_is_complete_when_its_writer_is_killed(tmp_path):
     path = tmp_path / "file"
     for _ in range(8):
