@@ -4,7 +4,7 @@ VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test quicktest lint bench study study-check docs clean
+.PHONY: demo test quicktest lint bench records tables study study-check docs clean
 
 demo: $(VENV)/lab
 	$(VENV)/bin/pdecay demo
@@ -24,6 +24,26 @@ lint: $(VENV)/dev
 
 bench: $(VENV)/lab
 	$(VENV)/bin/pdecay bench
+
+# Measures everything that README and docs say about speed and sizes, and fills it in. About an hour
+# on an idle machine. The study, bridge.py, gpt2.py and compact_zoo.py have their own commands.
+records: $(VENV)/test
+	$(VENV)/bin/pdecay bench --out benchmarks/records
+	$(VENV)/bin/pdecay bench deploy --out benchmarks/records
+	$(VENV)/bin/python benchmarks/sparse_linear.py
+	$(VENV)/bin/python benchmarks/files.py size
+	$(VENV)/bin/python benchmarks/files.py speed
+	-$(VENV)/bin/python benchmarks/busy_deploy.py --threads 1 2 --record benchmarks/records/busy_deploy.json
+	$(MAKE) tables
+	$(VENV)/bin/python benchmarks/pages.py
+
+# Fills README and docs from the records.
+tables: $(VENV)/test
+	$(VENV)/bin/python benchmarks/speed_tables.py
+	$(VENV)/bin/python benchmarks/deploy_tables.py
+	$(VENV)/bin/python benchmarks/bridge_tables.py
+	$(VENV)/bin/python benchmarks/study_report.py
+	$(VENV)/bin/python benchmarks/sparsity_target.py table
 
 # Many hours of two cores; resumes where it was interrupted.
 study: $(VENV)/lab

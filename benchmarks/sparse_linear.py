@@ -1,24 +1,28 @@
 """Speed of a 1024 x 1024 SparseLinear compared with the dense layer and torch's CSR matrices (MKL).
 
-python benchmarks/sparse_linear.py
+    python benchmarks/sparse_linear.py       # half a minute on an idle machine
 
-The second table has single calls: each follows a call of the other layer, or work that empties the
-caches.
+Single calls follow a call of the other layer, or work that empties the caches. The microseconds are
+written to benchmarks/records/sparse_linear.json; deploy_tables.py makes tables from them.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from documents import RECORDS
 from pdecay.deployment.layers.modules import SparseLinear
 from pdecay.deployment.runtime.timing import interleaved
+from provenance import provenance
 
 SIZE = 1024
 Function = Callable[[], object]
@@ -50,7 +54,12 @@ def one_by_one(functions: list[Function], between: Function) -> list[float]:
 
 def main() -> None:
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
-    print("threads  zeros  batch  dense us   CSR us   sparse us")
+    record = {**provenance(), "repeated": repeated_calls(), "single": single_calls()}
+    (RECORDS / "sparse_linear.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def repeated_calls() -> list[dict[str, Any]]:
+    rows = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for zeros in (0.9, 0.95):
@@ -59,17 +68,37 @@ def main() -> None:
                 x = torch.randn(batch, SIZE)
                 functions = [partial(dense, x), csr(dense, x), partial(sparse, x)]
                 taken = interleaved(functions, seconds=1.0).seconds
-                times = "".join(f"{1e6 * one:9.0f}" for one in taken)
-                print(f"{threads:7} {zeros:6.0%} {batch:6} {times}")
-    print("\nbatch 1, 95 % zeros, each call after another\nthreads  dense us  sparse us  ratio")
+                rows.append(
+                    {"threads": threads, "zeros": zeros, "batch": batch}
+                    | microseconds(("dense", "csr", "sparse"), taken)
+                )
+                print(rows[-1], flush=True)
+    return rows
+
+
+def single_calls() -> list[dict[str, Any]]:
+    """Time single calls with 95 % zeros and batch size 1."""
+    rows = []
     caches = torch.zeros(16 << 20)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         dense, sparse = layers(0.95)
         x = torch.randn(1, SIZE)
-        for what, between in (("", float), ("  caches emptied", partial(caches.add_, 1.0))):
-            first, second = one_by_one([partial(dense, x), partial(sparse, x)], between)
-            print(f"{threads:7} {1e6 * first:9.0f} {1e6 * second:9.0f} {first / second:7.1f}{what}")
+        for before, between in (
+            ("the other layer", float),
+            ("caches emptied", partial(caches.add_, 1.0)),
+        ):
+            taken = one_by_one([partial(dense, x), partial(sparse, x)], between)
+            rows.append(
+                {"threads": threads, "before each call": before}
+                | microseconds(("dense", "sparse"), taken)
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def microseconds(names: Sequence[str], seconds: Sequence[float]) -> dict[str, float]:
+    return {name: round(1e6 * one, 2) for name, one in zip(names, seconds, strict=True)}
 
 
 if __name__ == "__main__":

@@ -7,16 +7,16 @@ python benchmarks/speed_tables.py                # docs/_data/speed_*.md, README
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-RECORD = ROOT / "benchmarks" / "records" / "bench.json"
-TABLES = ROOT / "docs" / "_data"
-README = ROOT / "README.md"
+import documents
+from documents import RECORDS, ROOT, markdown
+from pdecay.lab.bench import steps_report
+from pdecay.lab.bench.steps import Cost
+
+RECORD = RECORDS / "bench.json"
 FUSED_ADAMW, FOREACH_ADAMW = "AdamW fused", "AdamW foreach"
 SMALL = "MLP"  # has 0.05 M weights; all other models have at least 0.8 M
 
@@ -25,12 +25,10 @@ Row = dict[str, Any]
 
 def main() -> None:
     record = json.loads(RECORD.read_text())
-    for name, text in tables(record).items():
-        (TABLES / f"{name}.md").write_text(text)
-    README.write_text(with_table(README.read_text(), record))
-    figure = RECORD.with_suffix(".png")
-    if figure.exists():
-        figure.replace(ROOT / "docs" / "_static" / "bench.png")
+    documents.write(tables(record), readme(record))
+    costs = [Cost(**row) for row in record["steps"]]
+    steps_report.draw(costs, ROOT / "docs" / "_static" / "bench.png")
+    RECORD.with_suffix(".png").unlink(missing_ok=True)  # the same figure
 
 
 def tables(record: Row) -> dict[str, str]:
@@ -79,7 +77,7 @@ def methods(steps: Sequence[Row]) -> str:
             cells = [f"{value:.2f}" for value in relative]
             rows.append([f"{label}, relative to {FOREACH_ADAMW}", *cells, ""])
     sizes = [f"{name}, {_millions(steps, name)}" for name in models]
-    return _markdown(["", *sizes, f"extra bytes a weight, {models[-1]}"], rows)
+    return markdown(["", *sizes, f"extra bytes a weight, {models[-1]}"], rows)
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def aims(record: Row) -> str:
             found.append(Aim(f"`PAdam`, foreach, relative to AdamW foreach{label}", 1.6, relative))
     target = {model: 1 + share for model, share in record["target"].items()}
     found.append(Aim("training with `SparsityTarget` during its ramp", 1.03, target))
-    return _markdown(
+    return markdown(
         ["", "aim, at most", "measured", "largest at", "met"], [aim.row() for aim in found]
     )
 
@@ -154,35 +152,27 @@ def first_use(seconds: Row) -> str:
     )
 
 
-def with_table(page: str, record: Row) -> str:
-    """Return README's text with its table of steps replaced."""
-    marked = re.compile("(?<=<!-- speed: begin -->\n).*(?=<!-- speed: end -->)", re.DOTALL)
-    if not marked.search(page):
-        raise ValueError("README has no lines <!-- speed: begin --> and <!-- speed: end -->")
+def readme(record: Row) -> dict[str, str]:
+    """Return the section of README in Markdown by name."""
     here = record["machine"]
     text = (
         f"Measured on {here['threads']} cores of an {here['processor']} ({here['instructions']}), "
         f"torch {here['torch'].partition('+')[0]}.\n\n{summary(record)}\n"
     )
-    return marked.sub(lambda _: text, page)
+    return {"speed": text}
 
 
 def summary(record: Row) -> str:
     """Return README's table: a few methods on three models."""
     models = ("char-GPT", "nanoGPT", "GPT-2")
-    steps, with_avx2 = (
-        {(row["model"], row["method"], row["norm"]): row["ratio"] for row in record[key]}
-        for key in ("steps", "steps_with_avx2")
-    )
+    ratios = {(row["model"], row["method"], row["norm"]): row["ratio"] for row in record["steps"]}
     several = ("0.8", "1", "0.8 + 2")
     label = "p = 0.8; p = 1; 0.8 + 2"
     rows = [
-        (f"`PAdam`, {label}", steps, "PAdam fused", several),
-        (f"`PAdam` with AVX2 only, {label}", with_avx2, "PAdam fused", several),
-        (f"`PSGD`, {label}", steps, "PSGD fused", several),
-        ("`attach` to AdamW fused, p = 0.8", steps, "attach to AdamW fused", ("0.8",)),
-        ("AdamW as torch chooses by default", steps, "AdamW default", ("",)),
-        ("the paper's listing, p = 0.8", steps, "the paper's listing", ("0.8",)),
+        (f"`PAdam`, {label}", "PAdam fused", several),
+        ("`attach` to AdamW fused, p = 0.8", "attach to AdamW fused", ("0.8",)),
+        ("AdamW as torch chooses by default", "AdamW default", ("",)),
+        ("the paper's listing, p = 0.8", "the paper's listing", ("0.8",)),
     ]
     cells = [
         [
@@ -192,9 +182,9 @@ def summary(record: Row) -> str:
                 for model in models
             ),
         ]
-        for name, ratios, method, norms in rows
+        for name, method, norms in rows
     ]
-    return _markdown(["", *(f"{m}, {_millions(record['steps'], m)}" for m in models)], cells)
+    return markdown(["", *(f"{m}, {_millions(record['steps'], m)}" for m in models)], cells)
 
 
 def every_p(steps: Sequence[Row]) -> str:
@@ -207,7 +197,7 @@ def every_p(steps: Sequence[Row]) -> str:
         for method in shown
         for model in _models(steps)
     ]
-    return _markdown(["method", "model", *(f"p = {norm}" for norm in norms)], rows)
+    return markdown(["method", "model", *(f"p = {norm}" for norm in norms)], rows)
 
 
 def growth(steps: Sequence[Row]) -> str:
@@ -222,7 +212,7 @@ def growth(steps: Sequence[Row]) -> str:
                 f"{ours['ratio']:.2f}",
             ]
         )
-    return _markdown(["weights", "AdamW fused, ns a weight", "PAdam fused, p = 0.8", "ratio"], rows)
+    return markdown(["weights", "AdamW fused, ns a weight", "PAdam fused, p = 0.8", "ratio"], rows)
 
 
 def training(record: Row) -> str:
@@ -236,7 +226,7 @@ def training(record: Row) -> str:
         [f"`SparsityTarget` during its ramp, {model}", f"{1 + share:.3f}"]
         for model, share in record["target"].items()
     ]
-    return _markdown(["", "training time, relative"], rows)
+    return markdown(["", "training time, relative"], rows)
 
 
 def _models(steps: Sequence[Row]) -> list[str]:
@@ -246,11 +236,6 @@ def _models(steps: Sequence[Row]) -> list[str]:
 def _millions(steps: Sequence[Row], model: str) -> str:
     weights = next(row["weights"] for row in steps if row["model"] == model)
     return f"{weights / 1e6:.2g} M" if weights < 1e7 else f"{weights / 1e6:.1f} M"
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 if __name__ == "__main__":

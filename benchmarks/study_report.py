@@ -12,7 +12,6 @@ import json
 import statistics
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -20,6 +19,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import documents
+from documents import ROOT, markdown
 from pdecay.lab import drawing
 from pdecay.lab.train.records import Record
 from study import (
@@ -35,8 +36,14 @@ from study import (
     accuracies_on_test,
 )
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = ROOT / "docs"
 SCALES = ("cpu", "quick")
+README_LEVELS = (0.8, 0.9, 0.95)
+NETWORKS = {
+    "shakespeare": "GPT, Tiny Shakespeare",
+    "fashion": "CNN, Fashion-MNIST",
+    "cifar10": "ResNet, CIFAR-10",
+}
 # Colour and marker of each method. PAdam is green, darker for smaller p.
 _THICK = {"linewidth": 2.2, "zorder": 3}
 STYLES: dict[str, dict[str, Any]] = {
@@ -58,8 +65,7 @@ MAX_ZEROS = 99.0  # of the axis; more zeros leave networks that hardly learn
 
 
 def main() -> None:
-    for name, text in tables().items():
-        (DOCS / "_data" / f"{name}.md").write_text(text)
+    documents.write(tables(), readme())
     with matplotlib.rc_context(drawing.FONTS):
         for task, scale in product(TASKS, SCALES):
             study = Study(task, scale)
@@ -82,7 +88,26 @@ def tables() -> dict[str, str]:
             found[f"{_name(study)}_deploy"] = deploy_table(study)
         if study.path("ablation").exists():
             found[f"{_name(study)}_ablation"] = ablation_table(study)
-    return found
+    return {**found, "study_summary": summary()}
+
+
+def readme() -> dict[str, str]:
+    """Return the section of README in Markdown by name."""
+    return {"accuracy": summary()}
+
+
+def summary() -> str:
+    """Return README's table: dense AdamW, GMP and the target on all tasks, at the usual levels."""
+    rows = []
+    for task, network in NETWORKS.items():
+        study = Study(task, "cpu")
+        dense, gmp, target = (final_runs(study, name) for name in ("AdamW, dense", "GMP", "target"))
+        rows += [
+            [network, f"{100 * level:.0f} %", *map(_cell, (dense[0.0], gmp[level], target[level]))]
+            for level in README_LEVELS
+            if level in gmp and level in target
+        ]
+    return markdown(["test accuracy", "zeros", "AdamW, dense", "GMP", "pdecay"], rows)
 
 
 def accuracy_table(study: Study) -> str:
@@ -95,7 +120,7 @@ def accuracy_table(study: Study) -> str:
     rows = [
         [name, *(_cell(groups.get(level)) for level in levels)] for name, groups in found.items()
     ]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def gap_table(study: Study) -> str:
@@ -109,7 +134,7 @@ def gap_table(study: Study) -> str:
         gaps = [_mean(dense) - _mean(groups[level]) for groups in (ours, theirs)]
         ratio = f"{gaps[0] / gaps[1]:.2f}" if gaps[1] > 0 else "-"
         rows.append([f"{100 * level:.0f} %", f"{gaps[0]:.2f}", f"{gaps[1]:.2f}", ratio])
-    return _markdown(["zeros", "gap of target", "gap of GMP", "ratio"], rows)
+    return markdown(["zeros", "gap of target", "gap of GMP", "ratio"], rows)
 
 
 def ablation_table(study: Study) -> str:
@@ -121,7 +146,7 @@ def ablation_table(study: Study) -> str:
             zeros = 100 * statistics.mean(r["result"]["sparsity"] for r in runs)
             validation = statistics.mean(r["result"]["accuracy"] for r in runs)
             rows.append([name, f"{zeros:.1f} %", f"{validation:.2f}", _cell(runs)])
-    return _markdown(["variation", "zeros", "validation", "test"], rows)
+    return markdown(["variation", "zeros", "validation", "test"], rows)
 
 
 def deploy_table(study: Study) -> str:
@@ -145,7 +170,7 @@ def deploy_table(study: Study) -> str:
             ]
         )
     columns = ["zeros", "test", "deployed", "file, kB", "times smaller", "speed-up, warm", "cold"]
-    return _markdown(["method", *columns], rows)
+    return markdown(["method", *columns], rows)
 
 
 def final_runs(study: Study, name: str) -> dict[float, list[Record]]:
@@ -262,7 +287,9 @@ def _cell(runs: list[Record] | None) -> str:
     if not runs:
         return "-"
     values = accuracies_on_test(runs)
-    return f"{statistics.mean(values):.2f} ± {_spread(values):.2f}"
+    return (
+        f"{statistics.mean(values):.2f}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{_spread(values):.2f}"
+    )
 
 
 def _mean(runs: list[Record]) -> float:
@@ -271,11 +298,6 @@ def _mean(runs: list[Record]) -> float:
 
 def _spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def _markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 if __name__ == "__main__":

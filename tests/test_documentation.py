@@ -79,12 +79,3 @@ def resolve(dotted: str) -> object:
         except AttributeError:
             value = importlib.import_module(".".join(parts[:i]))
     return value
-
-
-def test_headline_numbers_of_the_readme_are_in_its_tables():
-    readme = (ROOT / "README.md").read_text()
-    _, headline, after = re.split(r"<!-- headline: (?:begin|end).*-->", readme)
-    numbers = re.findall(r"\d+\.\d+", headline)
-    assert numbers
-    tables = "".join(line for line in after.splitlines() if line.startswith("|"))
-    assert [one for one in numbers if not re.search(rf"\b{re.escape(one)}\b", tables)] == []

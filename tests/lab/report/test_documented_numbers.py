@@ -37,26 +37,72 @@ def test_committed_report_is_of_committed_records():
 @pytest.mark.slow
 def test_tables_of_the_study_match_records(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    tables = importlib.import_module("study_report").tables()
-    committed = {path.stem: path.read_text() for path in (ROOT / "docs/_data").glob("study_*.md")}
-    assert committed == tables
+    study_report = importlib.import_module("study_report")
+    assert written("study_*") == study_report.tables()
+    check_readme(study_report.readme())
 
 
 def test_tables_of_speed_match_the_record(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     speed_tables = importlib.import_module("speed_tables")
     record = json.loads(speed_tables.RECORD.read_text())
-    committed = {path.stem: path.read_text() for path in (ROOT / "docs/_data").glob("speed_*.md")}
-    assert committed == speed_tables.tables(record)
-    readme = speed_tables.README.read_text(encoding="utf-8")
-    assert speed_tables.with_table(readme, record) == readme
+    assert written("speed_*") == speed_tables.tables(record)
+    check_readme(speed_tables.readme(record))
 
 
-def test_tables_of_the_readme_are_tables_of_the_study():
-    """Every row in README that has a mean and a spread is a row of a committed table."""
-    tables = "".join(path.read_text() for path in (ROOT / "docs/_data").glob("study_*.md"))
-    rows = [row for row in (ROOT / "README.md").read_text().splitlines() if "±" in row]
-    assert [row for row in rows if row not in tables] == []
+def test_tables_of_deploy_and_files_match_records(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    deploy_tables = importlib.import_module("deploy_tables")
+    assert written("deploy_*") | written("files_*") == deploy_tables.tables()
+    check_readme(deploy_tables.readme())
+
+
+def test_tables_of_bridge_regression_match_the_record(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    assert written("bridge_*") == importlib.import_module("bridge_tables").tables()
+
+
+def test_gaps_in_the_summary_of_the_results_match_the_tables():
+    page = (ROOT / "docs/results.md").read_text()
+    stated = re.search(
+        r"loses ([\d.]+) \(`fashion`\),\s+([\d.]+) \(text\) and ([\d.]+) \(`cifar10`", page
+    )
+    assert stated, "docs/results.md does not state the gaps at 95 % zeros"
+    for task, ratio in zip(("fashion", "shakespeare", "cifar10"), stated.groups(), strict=True):
+        assert f" {ratio} |" in row_of(f"study_{task}_gaps", "95 %")
+
+
+def test_gpt2_in_the_documentation_matches_the_record():
+    record = json.loads((ROOT / "benchmarks/records/gpt2.json").read_text())
+    trained, deployed = record["trained"], record["deployed"]
+    page = " ".join((ROOT / "docs/transformers.md").read_text().split())
+    for text in (
+        f"{trained['parameters'] / 1e6:.1f} M weights",
+        f"for {trained['steps']} steps to {trained['sparsity']:.1%} zeros".replace("%", " %"),
+        f"{trained['file bytes'] / 1e6:.1f} MB instead of {trained['dense bytes'] / 1e6:.1f} MB",
+        f"is {deployed['speedup of generate']:.1f} times as fast",
+        f"loss of {trained['held-out loss, nats per byte']:.1f} nats",
+    ):
+        assert text in page
+    assert all(deployed["same tokens"].values())
+
+
+def written(pattern: str) -> dict[str, str]:
+    """Return the tables in docs/_data whose names match a pattern."""
+    return {path.stem: path.read_text() for path in (ROOT / "docs/_data").glob(f"{pattern}.md")}
+
+
+def row_of(table: str, first: str) -> str:
+    rows = (ROOT / f"docs/_data/{table}.md").read_text().splitlines()
+    return next(row for row in rows if row.startswith(f"| {first} |"))
+
+
+def check_readme(sections: dict[str, str]) -> None:
+    """Check that README has these sections, as documents.py writes them."""
+    documents = importlib.import_module("documents")
+    page = documents.README.read_text(encoding="utf-8")
+    for name, text in sections.items():
+        assert documents.filled(page, name, text) == page
 
 
 def test_outputs_of_the_pages_match_records(monkeypatch):

@@ -72,13 +72,15 @@ def run(out: Path, *, quick: bool, console: Console | None = None) -> None:
                 say(console, f"{network.name} is skipped: {error}")
     _show(console, layers, networks)
     results = {
+        "command": "pdecay bench deploy",
         "machine": {**machine.describe(), "threads": " and ".join(map(str, threads))},
         "layers": _rounded(layers),
         "networks": _rounded(networks),
     }
     (out / "deploy.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / "deploy.md").write_text(_markdown(layers, networks), encoding="utf-8")
-    _draw(layers, networks, out / "deploy.png")
+    text = f"{layer_table(layers)}\n{network_table(networks)}"
+    (out / "deploy.md").write_text(text, encoding="utf-8")
+    draw(layers, networks, out / "deploy.png")
     names = ", ".join(str(out / f"deploy.{kind}") for kind in ("json", "md", "png"))
     say(console, f"written: {names}")
 
@@ -153,11 +155,10 @@ def _other_functions(row: Row) -> str:
     )
 
 
-def _markdown(layers: Sequence[Row], networks: Sequence[Row]) -> str:
-    """Return both tables for the documentation: ratios only, one column for each thread count."""
+def layer_table(layers: Sequence[Row]) -> str:
+    """Return the speed-ups of layers in Markdown, one column for each number of threads."""
     threads = list(dict.fromkeys(row["threads"] for row in layers))
-    on = [_on(count) for count in threads]
-    table = [["layer, zeros", "batch", *on, "aim"]]
+    table = [["layer, zeros", "batch", *map(_on, threads), "aim"]]
     for (name, batch), rows in _groups(layers, "name", "batch"):
         first = [row for row in rows if row["threads"] == threads[0]]
         zeros = "/".join(f"{100 * row['sparsity']:.0f}" for row in first)
@@ -167,7 +168,12 @@ def _markdown(layers: Sequence[Row], networks: Sequence[Row]) -> str:
         ]
         aims = "/".join(f"{row['wanted']:g}" for row in first)
         table.append([f"{name}, {zeros} %", str(batch), *ratios, aims])
-    text = _pipes(table)
+    return _pipes(table)
+
+
+def network_table(networks: Sequence[Row]) -> str:
+    """Return the speed-ups and sizes of networks in Markdown, a row for each batch size."""
+    on = [_on(count) for count in dict.fromkeys(row["threads"] for row in networks)]
     against = [f"{one}, {count}" for one in ("x dense", "x ONNX Runtime") for count in on]
     table = [["network", "zeros", "accuracy %", "batch", *against]]
     table[0] += ["MB, dense", "MB, deployed", "MB, file"]
@@ -181,7 +187,7 @@ def _markdown(layers: Sequence[Row], networks: Sequence[Row]) -> str:
                 *(f"{size:.2f}" for size in sizes),
             ]
         )
-    return f"{text}\n{_pipes(table)}"
+    return _pipes(table)
 
 
 def _pipes(rows: Sequence[Sequence[str]]) -> str:
@@ -189,13 +195,13 @@ def _pipes(rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *body))
 
 
-def _draw(layers: Sequence[Row], networks: Sequence[Row], path: Path) -> None:
+def draw(layers: Sequence[Row], networks: Sequence[Row], path: Path) -> None:
     """Draw the speed-ups of layers and networks as bars, for the largest number of threads."""
     with matplotlib.rc_context(FONTS):
-        figure = Figure(figsize=(12, 8), layout="constrained")
+        figure = Figure(figsize=(9, 7.5), layout="constrained")
         upper, lower = figure.subplots(2, 1)
-        _bars(upper, layers, "Sparse layers: times faster than torch's dense")
-        _bars(lower, networks, "Trained networks, deployed: times faster than torch's dense")
+        _bars(upper, layers, "Sparse layers: times as fast as torch's dense")
+        _bars(lower, networks, "Deployed networks: times as fast as torch's dense")
         save(figure, path)
 
 

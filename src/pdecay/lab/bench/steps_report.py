@@ -17,13 +17,14 @@ from pdecay.lab import machine
 from pdecay.lab.bench import steps as bench
 from pdecay.lab.bench.steps import Cost
 from pdecay.lab.data.sources import DataError
-from pdecay.lab.drawing import BLUE, FONTS, INK, SKY, VERMILION, save
+from pdecay.lab.drawing import BLUE, FONTS, INK, VERMILION, save
 from pdecay.lab.tables import Row, say, table_of
 
 SIZES = (1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000, 300_000_000)
 _ROUNDS = {"MLP": 1001, "char-GPT": 201, "ResNet": 101, "nanoGPT": 41, "GPT-2": 21}
 _TARGETS = {"char-GPT": ((32, 64), 60), "GPT-2": ((1, 128), 6)}  # batch, iterations
-_BARS = {"PAdam fused": BLUE, "PAdam compiled": SKY, "PSGD fused": VERMILION}
+_BARS = {"PAdam fused": BLUE, "PSGD fused": VERMILION}
+_COLUMNS = 3  # panels of the figure beside each other
 _STEP_COLUMNS = {
     "<method": "{method}",
     "<p": "{norm}",
@@ -83,7 +84,7 @@ def run(out: Path, parts: Sequence[str], *, quick: bool, console: Console | None
     (out / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
     written = [out / "bench.json"]
     if costs:
-        _draw(costs, out / "bench.png")
+        draw(costs, out / "bench.png")
         written.append(out / "bench.png")
     say(console, "written: " + ", ".join(map(str, written)))
 
@@ -115,24 +116,27 @@ def _per_weight(row: Row) -> Row:
     return {**row, "millions": row["weights"] / 1e6, "nanoseconds": nanoseconds}
 
 
-def _draw(costs: Sequence[Cost], path: Path) -> None:
+def draw(costs: Sequence[Cost], path: Path) -> None:
     """Draw the ratio for each p and model as bars, with a line at 1 for torch's fused optimizer."""
     models, norms = list(dict.fromkeys(cost.model for cost in costs)), list(bench.NORMS)
     ratio = {(cost.model, cost.method, cost.norm): cost.ratio for cost in costs}
+    rows = -(-len(models) // _COLUMNS)
     with matplotlib.rc_context({**FONTS, "font.size": 10, "axes.titlesize": 12}):
-        figure = Figure(figsize=(3.4 * len(models), 3.4), layout="constrained")
-        panels = figure.subplots(1, len(models), squeeze=False)[0]
-        for axes, model in zip(panels, models, strict=True):
+        figure = Figure(figsize=(9, 2.6 * rows), layout="constrained")
+        panels = figure.subplots(rows, _COLUMNS, sharey=True, squeeze=False).flat
+        for axes in list(panels)[len(models) :]:
+            axes.remove()
+        for axes, model in zip(figure.axes, models, strict=True):
             for k, (method, color) in enumerate(_BARS.items()):
-                places = [i + 0.27 * (k - 1) for i in range(len(norms))]
+                places = [i + 0.4 * (k - 0.5) for i in range(len(norms))]
                 heights = [ratio[model, method, norm] for norm in norms]
-                axes.bar(places, heights, 0.25, color=color, label=method)
+                axes.bar(places, heights, 0.38, color=color, label=method)
             axes.axhline(1, color=INK, linewidth=1)
             axes.set_xticks(range(len(norms)), norms, rotation=45)
             axes.set_xlabel("p")
             axes.set_title(model)
-            axes.set_ylim(0, 1.15 * max(axes.get_ylim()[1], 1.2))
-        figure.axes[0].set_ylabel("time of a step, x torch's fused")
+        for axes in figure.axes[::_COLUMNS]:
+            axes.set_ylabel("time, x torch's fused")
         handles = figure.axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=len(_BARS))
         save(figure, path)
