@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import pdecay
-from pdecay import Lp
 from pdecay.lab.data import shakespeare
 from pdecay.lab.models import GPT
 
@@ -37,9 +36,7 @@ def main(steps: int = 1500, length: int = 300) -> float:
     torch.manual_seed(0)
     text = shakespeare.load()
     model = GPT(len(text.symbols), BLOCK, layers=4, heads=4, width=128)
-    optimizer = pdecay.PAdam(
-        pdecay.param_groups(model), lr=3e-3, decay=Lp(0.8, 1e-2), weight_decay=0.1
-    )
+    optimizer = pdecay.PAdam(pdecay.param_groups(model), lr=3e-3, weight_decay=0.1)
     target = pdecay.SparsityTarget(optimizer, 0.9, total_steps=steps)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=3e-5)
 

