@@ -1,5 +1,8 @@
 """The documentation's build: Sphinx with MyST, the API from the docstrings."""
 
+from docutils import nodes
+from sphinx.application import Sphinx
+
 import pdecay
 
 project = "pdecay"
@@ -24,3 +27,15 @@ maximum_signature_line_length = 88  # longer ones have one parameter a line, wit
 napoleon_custom_sections = []
 # Otherwise "lr, betas, eps: as in AdamW" becomes three items with the same text.
 napoleon_use_param = False
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("doctree-read", _strip_code)
+
+
+def _strip_code(_: Sphinx, document: nodes.document) -> None:
+    """Remove the blank line that a doctest needs at the end of a block."""
+    for block in document.findall(nodes.literal_block):
+        if block.rawsource == block.astext():
+            block.rawsource = block.rawsource.rstrip()
+            block.children = [nodes.Text(block.rawsource)]

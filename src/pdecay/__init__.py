@@ -17,6 +17,7 @@ Deploy: `compact` removes dead units, `deploy` replaces layers by sparse ones wh
 The command line ``pdecay --help`` runs a demo, experiments, reports and benchmarks.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +121,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME and name not in _SUBMODULES:
-        raise AttributeError(f"module 'pdecay' has no attribute {name!r}")
+        module = sys.modules[__name__]  # for "Did you mean ...?"
+        raise AttributeError(f"module 'pdecay' has no attribute {name!r}", name=name, obj=module)
     try:
         module = import_module(f"pdecay.{_HOME.get(name, name)}")
     except ModuleNotFoundError as error:

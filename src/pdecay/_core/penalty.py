@@ -97,7 +97,7 @@ class Penalty:
 
     @property
     def absorbs(self) -> bool:
-        """Whether zero is a fixed point of the decay step: true if a term has p < 2, lam > 0."""
+        """Whether zero is a fixed point of the step, as it is if some p < 2 with lam > 0."""
         return any(term.p < 2 and term.lam > 0 for term in self.terms)
 
     def pairs(self) -> list[list[float]]:

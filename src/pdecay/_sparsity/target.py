@@ -73,8 +73,8 @@ _PULL: dict[Rank, float] = {"adaptive": 0.0, "magnitude": 1.0}
 class SparsityTarget:
     """Steer the decay so that a given share of the decayed weights is zero at the end.
 
-    Create it once. It then acts after each real step of the optimizer: gradient accumulation needs
-    no care, and steps that a gradient scaler skips do not count. Its state is part of the
+    Create it once. It then acts after each real step of the optimizer: with gradient accumulation
+    nothing changes, and steps that a gradient scaler skips do not count. Its state is part of the
     optimizer's, so ``optimizer.state_dict()`` is all that a checkpoint needs. Create the target
     before or after ``optimizer.load_state_dict``; the run continues exactly.
 

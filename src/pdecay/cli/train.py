@@ -18,7 +18,7 @@ from pdecay.cli.common import (
 )
 
 SUMMARY = "train one sparse network; the same command resumes a killed run"
-EXAMPLE = "pdecay train shakespeare --method padam --p 0.8 --lam 0.02 --lr 1e-2 --out runs/my-run"
+EXAMPLE = "pdecay train shakespeare --method target --target 0.9 --lr 1e-2 --out runs/my-run"
 
 METHODS = (
     "adamw, padam, elastic, target, mp, gmp, oto, dwf, l1, every, slow, pschedule, prox, freeze, "
@@ -28,22 +28,22 @@ METHODS = (
 # The options of the methods in pdecay.lab, which --help does not import because it is slow. The
 # documentation ("Experiments") lists the options of each method.
 OPTIONS: dict[str, tuple[type, str]] = {
-    "p": (float, "the norm"),
+    "p": (float, "the exponent of the p-norm"),
     "lam": (float, "the strength of the p-norm decay"),
-    "l2": (float, "the strength of the additional L2 decay of elastic"),
-    "metric": (str, "how the decay measures weights: magnitude or adaptive"),
-    "target": (float, "the share of zero weights (for oto: of zero units)"),
-    "rank": (str, "the order of removal: adaptive or magnitude"),
-    "pull": (float, "how fast the decay shrinks the weights that are removed next"),
-    "end": (float, "the end of the ramp, as a share of the training"),
-    "threshold": (float, "weights below it are pruned"),
-    "depth": (int, "the number of factors of a weight"),
-    "eps": (float, "how early a unit is set to zero, from 0 to 1"),
-    "n": (int, "the number of steps between two updates of s"),
-    "rate": (float, "how fast s follows the weights, from 0 to 1"),
-    "cycles": (int, "how often p falls from 2"),
-    "share": (float, "the share of a cycle in which p falls"),
-    "after": (float, "the share of the training after which zeros are kept and nothing decays"),
+    "l2": (float, "elastic: the strength of the additional L2 decay"),
+    "metric": (str, "padam: how the decay measures weights: magnitude or adaptive"),
+    "target": (float, "target, gmp: the share of zero weights; oto: of zero units"),
+    "rank": (str, "target, gmp: the order of removal: adaptive or magnitude"),
+    "pull": (float, "target: how fast the decay shrinks the weights that are removed next"),
+    "end": (float, "target, gmp: the end of the ramp, as a share of the training"),
+    "threshold": (float, "mp: weights below it are pruned"),
+    "depth": (int, "dwf: the number of factors of a weight"),
+    "eps": (float, "oto: how early a unit is set to zero, from 0 to 1"),
+    "n": (int, "every: the number of steps between two updates of the auxiliary variable s"),
+    "rate": (float, "slow: how fast s follows the weights, from 0 to 1"),
+    "cycles": (int, "pschedule: how often p falls from 2"),
+    "share": (float, "pschedule: the share of a cycle in which p falls"),
+    "after": (float, "freeze: the share of the training after which nothing decays"),
     "weight_decay": (float, "AdamW's L2 decay"),
 }
 

@@ -38,7 +38,7 @@ class SparsityActions:
     ) -> None:
         if target is not None and freeze is not None:
             raise ValueError(
-                f"give target or freeze, got target={target!r} and freeze={freeze!r}: a target "
+                f"give target or freeze, not both, got {target!r} and {freeze!r}: a target "
                 "keeps its zeros from the end of its ramp on"
             )
         if target is None and options:

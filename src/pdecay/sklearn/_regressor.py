@@ -176,7 +176,7 @@ def check_solver_settings(n_starts: Any, tol: Any, max_iter: Any) -> None:
 
 
 def warn_not_converged(name: str, max_iter: int, step: float, tol: float) -> None:
-    """Warn that the solver stopped before it reached its tolerance, and say how to help."""
+    """Warn that the solver stopped before it reached its tolerance, and suggest a remedy."""
     warnings.warn(
         f"{name} did not converge in max_iter={max_iter}: the largest remaining step is "
         f"{step:.1e}, tol is {tol:.1e}. Scale the features to similar size (StandardScaler), "

@@ -67,7 +67,7 @@ class Terms:
 
     @property
     def sparse(self) -> bool:
-        """Whether minimisers have exact zeros: some p is at most 1."""
+        """Whether minimisers have exact zeros, which holds if some p is at most 1."""
         return bool(self.pairs) and self.smallest_p <= 1
 
     @functools.cached_property
