@@ -271,6 +271,22 @@ class TestTracing:
         for ours, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
+    @pytest.mark.parametrize("build", [padam, psgd])
+    def test_compiled_step_follows_a_changed_learning_rate(self, build):
+        """torch.compile traces a learning rate that changes as a symbol instead of a float."""
+        torch._dynamo.reset()
+        models = [linear(), linear()]
+        optimizers = [build(model.parameters(), lr=0.01, fused=False) for model in models]
+        steps = [torch.compile(optimizers[0].step, fullgraph=True, backend="eager")]
+        steps += [optimizers[1].step]
+        for model, optimizer, step in zip(models, optimizers, steps, strict=True):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.linspace(-1, 1, 8).reshape(2, 4)).square().sum().backward()
+                step()
+                optimizer.param_groups[0]["lr"] *= 0.5
+        torch.testing.assert_close(models[0].weight, models[1].weight, rtol=1e-4, atol=1e-6)
+
     @pytest.mark.slow
     @pytest.mark.parametrize("foreach", [True, False])
     @pytest.mark.parametrize("build", [padam, psgd])

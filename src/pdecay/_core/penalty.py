@@ -73,8 +73,9 @@ class Penalty:
         Singular points: if ``lr * lam`` is 0, the factor is 1 everywhere, also at w_old = 0.
         Otherwise, the power is infinite at w_old = 0 for p < 2, and the factor is exactly 0.
         """
-        # Do not read the value of an lr on a device: that would wait for the device.
-        is_array = hasattr(lr, "dtype") and not isinstance(lr, numbers.Real)
+        # Do not read the value of an lr on a device: that would wait for the device. The order of
+        # the checks matters: torch.compile traces no hasattr of a number.
+        is_array = not isinstance(lr, float | numbers.Real) and hasattr(lr, "dtype")
         rate = None if is_array else check_number("lr", lr)
         x = _absolute(w_old)
         xp = namespace(x)
