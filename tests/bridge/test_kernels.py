@@ -129,16 +129,22 @@ def test_c_and_python_sweeps_agree(needs_native, penalty):
         np.testing.assert_allclose(c, python, rtol=1e-9, atol=1e-12)
 
 
+def packable(rng, *shape):
+    """Return numbers that 16 bits represent exactly."""
+    return np.asfortranarray(rng.integers(-100, 100, shape) / 64)
+
+
 @pytest.mark.parametrize("d", [1, 4, 7, 200])
 @pytest.mark.parametrize("m", [0, 1, 6])
 def test_conjugate_gradients_solve_the_system(kernels, d, m):
     rng = np.random.default_rng(0)
-    x = np.asfortranarray(rng.standard_normal((35, d)), dtype=np.float32)
+    x = packable(rng, 35, d)
     weights, right = rng.random(d).astype(np.float32), rng.random(35).astype(np.float32)
     p = np.asfortranarray(np.linalg.qr(rng.standard_normal((35, m)))[0] * 0.9, dtype=np.float32)
     before = right.copy()
-    found, products, converged = kernels.solve(x, weights, Inverse(p, 3.0), right, 1e-5, 100)
-    exact = np.linalg.solve(np.eye(35) + (x * weights).astype(float) @ x.T, right)
+    packed = kernels.pack(x, 1.0)
+    found, products, converged = kernels.solve(packed, weights, Inverse(p, 3.0), right, 1e-5, 100)
+    exact = np.linalg.solve(np.eye(35) + (x * weights) @ x.T, right)
     assert converged
     assert (right == before).all()
     np.testing.assert_allclose(found, exact, rtol=1e-3, atol=1e-4)
@@ -147,14 +153,46 @@ def test_conjugate_gradients_solve_the_system(kernels, d, m):
 
 def test_conjugate_gradients_report_that_they_stopped_early(kernels):
     rng = np.random.default_rng(0)
-    x = np.asfortranarray(rng.standard_normal((35, 50)), dtype=np.float32)
+    x = packable(rng, 35, 50)
+    packed = kernels.pack(x, 1.0)
     weights, right = np.full(50, 9.0, np.float32), np.ones(35, np.float32)
     none = Inverse(np.empty((35, 0), np.float32, order="F"), 1.0)
-    found, products, converged = kernels.solve(x, weights, none, right, 1e-5, 3)
+    found, products, converged = kernels.solve(packed, weights, none, right, 1e-5, 3)
     assert not converged
     np.testing.assert_allclose(products, x.T @ found, rtol=1e-3, atol=1e-3)
     bad = Inverse(none.p, float("nan"))
-    assert not kernels.solve(x, weights, bad, right, 1e-5, 3)[2]
+    assert not kernels.solve(packed, weights, bad, right, 1e-5, 3)[2]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 8), (35, 7), (40, 19)])
+def test_products_with_a_packed_matrix(kernels, shape):
+    rng = np.random.default_rng(0)
+    x = packable(rng, *shape)
+    w, r = (rng.standard_normal(size).astype(np.float32) for size in shape[::-1])
+    packed = kernels.pack(x, 0.5)
+    np.testing.assert_allclose(kernels.packed_times(packed, w), x @ w / 2, atol=1e-5)
+    np.testing.assert_allclose(kernels.packed_correlate(packed, r), x.T @ r / 2, atol=1e-5)
+
+
+def test_packed_numbers_are_rounded(kernels):
+    x = np.array([[1.0, 1 + 1e-3, -3.14159, 0.0, 1e30, 1e-30, 1 + 2**-8 + 2**-20]])
+    rounded = [
+        float(kernels.packed_times(kernels.pack(x, 1.0), np.eye(7, dtype=np.float32)[j])[0])
+        for j in range(7)
+    ]
+    np.testing.assert_allclose(rounded, x[0], rtol=2**-8)
+    assert rounded[0] == 1
+    assert rounded[3] == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 2), (30, 9)])
+def test_through_reads_the_matrix_in_both_directions(kernels, shape):
+    rng = np.random.default_rng(0)
+    x = np.asfortranarray(rng.standard_normal(shape))
+    t, base, weights = (rng.standard_normal(size) for size in (*shape, shape[1]))
+    u, product = kernels.through(x, t, base, weights)
+    np.testing.assert_allclose(u, x.T @ t, atol=1e-13)
+    np.testing.assert_allclose(product, x @ (base + weights * u), atol=1e-13)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 1), (30, 8), (30, 19)])

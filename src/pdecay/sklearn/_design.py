@@ -51,10 +51,17 @@ class DenseDesign:
         second = first if rows is columns else self.x[:, columns]
         return np.asarray(first.T @ second)
 
-    def single(self, factor: float) -> SingleDense:
-        """Return ``factor * X`` in single precision."""
-        x = self.x if factor == 1 else self.x * factor
-        return SingleDense(x.astype(np.float32))
+    def through(self, t: Floats, base: Floats, weights: Floats) -> tuple[Floats, Floats]:
+        """Return ``u = X' t`` and ``X (base + weights * u)``, reading X once."""
+        return kernels().through(self.x, t, base, weights)
+
+    def columns(self, indices: Indices) -> Floats:
+        """Return some columns."""
+        return np.asarray(self.x[:, indices])
+
+    def rough(self, factor: float) -> RoughDense:
+        """Return ``factor * X`` in lower precision."""
+        return RoughDense(kernels().pack(self.x, factor))
 
     def outer(self, weights: Floats) -> Floats:
         """Return ``X diag(weights) X'``."""
@@ -102,10 +109,19 @@ class SparseDesign:
         products = kernels().sparse_gram(self.x, rows, columns)
         return np.asarray(products - self.total * np.outer(self.means[rows], self.means[columns]))
 
-    def single(self, factor: float) -> SingleSparse:
-        """Return ``factor * X`` in single precision."""
+    def through(self, t: Floats, base: Floats, weights: Floats) -> tuple[Floats, Floats]:
+        """Return ``u = X' t`` and ``X (base + weights * u)``."""
+        u = self.correlate(t)
+        return u, -self.residual(np.zeros_like(t), base + weights * u)
+
+    def columns(self, indices: Indices) -> Floats:
+        """Return some columns."""
+        return np.asarray(self.x[:, indices].toarray() - np.outer(self.roots, self.means[indices]))
+
+    def rough(self, factor: float) -> RoughSparse:
+        """Return ``factor * X`` in lower precision."""
         x = (self.x * factor).astype(np.float32)
-        return SingleSparse(
+        return RoughSparse(
             x, self.roots.astype(np.float32), (self.means * factor).astype(np.float32)
         )
 
@@ -131,36 +147,28 @@ class SparseDesign:
         return done
 
 
-class SingleDense:
-    """A dense X in single precision and column order."""
+class RoughDense:
+    """A dense X with 16 bits for each number."""
 
-    def __init__(self, x: Singles) -> None:
-        self.x = x
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed
 
     def times(self, w: Singles) -> Singles:
         """Return ``X w``."""
-        return np.asarray(self.x @ w)
+        return kernels().packed_times(self.packed, w)
 
     def correlate(self, r: Singles) -> Singles:
         """Return ``X' r``."""
-        return np.asarray(self.x.T @ r)
+        return kernels().packed_correlate(self.packed, r)
 
     def solve(
         self, weights: Singles, inverse: Inverse, right: Singles, accuracy: float, most: int
     ) -> tuple[Singles, Singles, bool]:
         """Solve ``(I + X diag(weights) X') x = right`` as :func:`conjugate_gradients` does."""
-        return kernels().solve(self.x, weights, inverse, right, accuracy, most)
-
-    def columns(self, indices: Indices) -> Singles:
-        """Return some columns."""
-        return np.asarray(self.x[:, indices])
-
-    def gram(self) -> Singles:
-        """Return ``X' X``."""
-        return np.asarray(self.x.T @ self.x)
+        return kernels().solve(self.packed, weights, inverse, right, accuracy, most)
 
 
-class SingleSparse:
+class RoughSparse:
     """A sparse X in single precision, centred as in :class:`SparseDesign`."""
 
     def __init__(self, x: Any, roots: Singles, means: Singles) -> None:
@@ -185,10 +193,6 @@ class SingleSparse:
             return self.times(weights * sums), sums
 
         return conjugate_gradients(product, inverse, right, accuracy, most)
-
-    def columns(self, indices: Indices) -> Singles:
-        """Return some columns."""
-        return np.asarray(self.x[:, indices].toarray() - np.outer(self.roots, self.means[indices]))
 
 
 Design = DenseDesign | SparseDesign

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdecay._native.build import KernelUnavailable, load
 from pdecay.sklearn._python_kernels import Indices, Inverse, PythonKernels, Singles
 from pdecay.sklearn._terms import Floats, Terms
+
+_LINE = 16  # numbers of 32 bits in a cache line
+_COLUMNS = 8  # columns that a kernel reads at a time
 
 
 @functools.cache
@@ -35,7 +39,9 @@ class CompiledKernels(PythonKernels):
         self._library = load("bridge", threads=False)
         for name in ("gram", "dense", "sparse", "solve"):
             getattr(self._library, f"bridge_{name}").restype = ctypes.c_int64
-        for name in ("prox", "steps", "scale", "sparse_products", "sparse_gram"):
+        for name in ("prox", "steps", "sparse_products", "sparse_gram"):
+            getattr(self._library, f"bridge_{name}").restype = None
+        for name in ("scale", "through", "pack", "packed"):
             getattr(self._library, f"bridge_{name}").restype = None
 
     def prox(self, terms: Terms, x: Floats, t: Floats, start: Floats | None = None) -> Floats:
@@ -114,19 +120,76 @@ class CompiledKernels(PythonKernels):
         )  # fmt: skip
         return scaled, norms
 
+    def through(self, x: Floats, t: Floats, base: Floats, weights: Floats) -> tuple[Floats, Floats]:
+        n, d = x.shape
+        u, result = np.empty(d), np.empty(n)
+        self._library.bridge_through(
+            _int(n), _int(d), _of(x, "F"), _of(t), _of(base), _of(weights), _of(u), _of(result)
+        )
+        return u, result
+
+    def pack(self, x: Floats, factor: float) -> Packed:
+        n, d = x.shape
+        rows, columns = -(-n // _LINE) * _LINE, -(-d // _COLUMNS) * _COLUMNS
+        words = _aligned_zeros(columns // 2 * rows, np.uint32)
+        self._library.bridge_pack(
+            _int(n), _int(d), _of(x, "F"), ctypes.c_double(factor), _int(rows), _of(words)
+        )
+        return Packed(words, rows, columns, (n, d))
+
+    def packed_times(self, x: Packed, w: Singles) -> Singles:
+        result, sums = _aligned_zeros(x.rows), _padded(w, x.columns)
+        ones = np.ones(x.columns, dtype=np.float32)
+        self._library.bridge_packed(
+            _int(x.rows), _int(x.columns), _of(x.words), _of(ones), None, _of(sums), _of(result)
+        )
+        return result[: x.shape[0]]
+
+    def packed_correlate(self, x: Packed, r: Singles) -> Singles:
+        sums, r = np.empty(x.columns, dtype=np.float32), _padded(r, x.rows)
+        self._library.bridge_packed(
+            _int(x.rows), _int(x.columns), _of(x.words), None, _of(r), _of(sums), None
+        )
+        return sums[: x.shape[1]]
+
     def solve(
-        self, x: Singles, weights: Singles, inverse: Inverse, right: Singles, accuracy: float,
+        self, x: Packed, weights: Singles, inverse: Inverse, right: Singles, accuracy: float,
         most: int,
     ) -> tuple[Singles, Singles, bool]:  # fmt: skip
-        (n, d), m = x.shape, inverse.p.shape[1]
-        residual, solution, products = right.copy(), np.empty_like(right), np.empty_like(weights)
-        work = np.empty(3 * n + d + m, dtype=np.float32)
+        n, d = x.shape
+        p = np.zeros((x.rows, inverse.p.shape[1]), dtype=np.float32, order="F")
+        p[:n] = inverse.p
+        weights, residual = _padded(weights, x.columns), _padded(right, x.rows)
+        solution = _aligned_zeros(x.rows)
+        products, work = _aligned_zeros(x.columns), _aligned_zeros(3 * x.rows + x.columns)
         done = self._library.bridge_solve(
-            _int(n), _int(d), _of(x, "F"), _of(weights), _int(m), _of(inverse.p, "F"),
-            ctypes.c_double(inverse.rest), ctypes.c_double(accuracy), _int(most),
+            _int(x.rows), _int(x.columns), _of(x.words), _of(weights), _int(p.shape[1]),
+            _of(p, "F"), ctypes.c_double(inverse.rest), ctypes.c_double(accuracy), _int(most),
             _of(residual), _of(solution), _of(products), _of(work),
         )  # fmt: skip
-        return solution, products, done >= 0
+        return solution[:n], products[:d], done >= 0
+
+
+class Packed(NamedTuple):
+    """A matrix with 16 bits for each number, padded with zeros to whole cache lines."""
+
+    words: NDArray[np.uint32]
+    rows: int
+    columns: int
+    shape: tuple[int, int]
+
+
+def _aligned_zeros(count: int, dtype: Any = np.float32) -> NDArray[Any]:
+    """Return 32-bit zeros at the start of a cache line, which the kernels read faster."""
+    buffer = np.zeros(count + _LINE, dtype=dtype)
+    start = -buffer.ctypes.data % (4 * _LINE) // 4
+    return buffer[start : start + count]
+
+
+def _padded(values: Singles, count: int) -> Singles:
+    result = _aligned_zeros(count)
+    result[: len(values)] = values
+    return result
 
 
 def _penalty(terms: Terms) -> Any:

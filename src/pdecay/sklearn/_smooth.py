@@ -16,8 +16,9 @@ system with the matrix ``I + X diag(W) X'``, which has one row for each sample.
   ``w_j + u_j / c``. This is much closer to the solution where a small coefficient changes by more
   than its own size.
 
-Products with X are computed in single precision, of changes only. They are computed again in double
-precision when the sum of the rounding errors could matter.
+The steps use a copy of X in low precision, in the linear systems and at first in both equations.
+Once the equations hold up to the errors of the copy, they are computed exactly, and further steps
+correct what is left.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _SHRINK, _MOST_SHRINKS = 1.25, 120  # multiples of the residual that are tried a
 _HALVINGS = 30
 _DECREASE = 1e-4  # of the decrease that the slope promises
 _ROUNDING = 1e-14
-_ACCURACY = 0.1  # of the first linear systems; the later ones are more accurate
-_POWER = 1.5  # for p > 2: power of the last decrease that is the accuracy of the next system
+_ROUGH = 2e-3  # residual, relative to y, at which the copy of X is not accurate enough
+_ACCURACY = 0.1  # of the first linear system
+_LEAST_ACCURACY, _MOST_ACCURACY = 0.1, 0.01  # more than the second is not worth while with the copy
+_SLOW, _MOST_SLOW = 0.5, 2  # exact steps with a smaller decrease until the copy is given up
 _NEAR = 4  # times the limit from which on the coordinate steps are computed
-_TARGET = 2  # accuracy of the last linear systems, relative to the limit
-_SINGLE = 1e-6  # relative error of a product in single precision
-_EXACT = 100  # residuals are at least this many times larger than the sum of their errors
+_TARGET = 0.5  # accuracy of the last linear systems, relative to the goal
 # For p > 2, where R'' is zero at zero: least curvature, relative to its mean and to the mean L_j.
 _LEAST_CURVATURE, _FLAT = 0.05, 1e-12
 
@@ -78,80 +79,93 @@ def minimise(
         The last coefficients and the number of steps. If no step is possible or there are too
         many, they are not yet the minimum.
     """
-    if not correlation.any():  # zero is the minimum
-        return Point(np.zeros_like(w), y, correlation), 0
-    dual = terms.smallest_p <= 2
     used = design.norms > 0
     roots = np.sqrt(np.where(used, design.norms, 1.0))
+    if np.abs(correlation / roots)[used].max(initial=0.0) <= limit:  # zero is the minimum
+        return Point(np.zeros_like(w), y, correlation), 0
+    dual = terms.smallest_p <= 2
     scale = float(np.linalg.norm(y))
-    # For p > 2 conjugate gradients converge slowly with fewer features than samples.
-    systems = Systems(design, iterate=dual or design.shape[1] >= design.shape[0])
-    t, u, w = _start(design, systems, y, correlation, terms, w)
-    s, middle = y, np.zeros_like(w)  # s = y - X middle, up to `error`
-    error, size = _SINGLE * scale, 0.1 * scale
-    for steps in range(min(most_steps, _MOST_STEPS) + 1):
-        curvature, mismatch, following = _linearise(terms, w, u, design.norms)
-        change = systems.times(following - middle)
-        s, middle, before, size = s - change, following, size, float(np.linalg.norm(s - change - t))
-        error += _SINGLE * float(np.linalg.norm(change))
-        if size <= _EXACT * error:
-            u = design.correlate(t)
-            w = np.where(used, terms.conjugate_slope(u), 0.0) if dual else w
-            curvature, mismatch, middle = _linearise(terms, w, u, design.norms)
-            s, error = design.residual(y, middle), 0.0
-            size = float(np.linalg.norm(s - t))
+    systems = Systems(design)
+    t, u, w = _start(design, systems, y, terms, w)
+    exact, steps = False, 0
+    slow = 0
+    accuracy = _ACCURACY * min(1.0, max(abs(p - 2) for p, _ in terms.pairs))
+    size = before = scale
+    while True:
+        curvature, slope = _curvature(terms, w, design.norms), terms.slope(w)
+        weights = np.where(used, 1 / curvature, 0.0)
+        # The w at which the linearised R' is u.
+        base = w - weights * slope
+        if exact:
+            u, fitted = design.through(t, base, weights)
+        middle = base + weights * u
+        if not exact:
+            fitted = systems.times(middle)
+        right = y - fitted - t
+        before, size = size, float(np.linalg.norm(right))
+        mismatch = np.where(used, slope - u, 0.0)
         left = size + float(np.abs(mismatch / roots).max(initial=0.0))
-        if left <= _NEAR * limit or steps == most_steps:
-            r = design.residual(y, w)
+        last = not np.isfinite(left) or steps >= min(most_steps, _MOST_STEPS)
+        goal = limit if exact else max(_ROUGH * scale, limit)
+        if exact and (left <= _NEAR * limit or last):
+            r = y - fitted
             q = design.correlate(r)
             # A coordinate step is at most the gradient divided by sqrt(L_j).
-            if np.abs((terms.slope(w) - q)[used] / roots[used]).max(initial=0.0) <= limit:
-                return Point(w, r, q), steps
-        if not np.isfinite(left):
-            break
-        # Newton's method converges quadratically on the dual problem, and more slowly for p > 2.
-        accuracy = size / scale if dual else (size / before) ** _POWER
-        accuracy = max(min(_ACCURACY, accuracy), min(_TARGET * limit / (size or 1.0), 0.5))
-        step, products = systems.solve(1 / curvature, s - t, accuracy)
-        error += _SINGLE * float(np.linalg.norm(step))
-        if dual:
-            found = _line_search(y, terms, (t, u, w), (step, products), -float((s - t) @ step))
-            if found is None:
-                break
-            t, u, w = found
+            gradient = (terms.slope(middle) - q)[used] / roots[used]
+            if last or np.abs(gradient).max(initial=0.0) <= limit:
+                return Point(middle, r, q), steps
+        if not exact and (size <= goal or last):
+            exact, accuracy, size = True, _MOST_ACCURACY, scale
+            continue
+        if steps:
+            # The share of the residual that the next step leaves: as that of the last step, which
+            # its linear system did not explain, times the decrease.
+            accuracy = abs(size / before - accuracy) * (size / before) ** (1 if dual else 0.5)
+            slow += exact and size > _SLOW * before
+            if slow == _MOST_SLOW:
+                systems.exact = True
+        accuracy = max(min(accuracy, _LEAST_ACCURACY), min(_TARGET * goal / (size or 1.0), 0.5))
+        if exact and not systems.exact:
+            accuracy = max(accuracy, _MOST_ACCURACY)
+        step, products = systems.solve(weights, right, accuracy)
+        steps += 1
+        if systems.exact and not exact:  # its solutions are those of the exact equations
+            exact, size = True, scale
+            continue
+        if dual and exact == systems.exact:  # products and the equations have the same X
+            t, u = _line_search(y, terms, (t, u), (step, products), -float(right @ step))
         else:
             t, u = t + step, u + products
+        if dual:
+            w = terms.conjugate_slope(u)
+        else:
+            moved = w + (products - mismatch) * weights
             c = np.full_like(w, curvature.mean())
-            moved = w + (products - mismatch) / curvature
             w = kernels().prox(terms, moved + u / c, 1 / c, moved)
         w = np.where(used, w, 0.0)
-    r = design.residual(y, w)
-    return Point(w, r, design.correlate(r)), steps
 
 
-def _linearise(terms: Terms, w: Floats, u: Floats, norms: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return the curvature of R at w, ``R'(w) - u`` and the w at which the linearised R' is u."""
+def _curvature(terms: Terms, w: Floats, norms: Floats) -> Floats:
+    """Return the curvature of R at w; if every p is above 2, it is bounded below."""
     with np.errstate(divide="ignore"):  # infinite at zero for p < 2
         curvature = terms.curvature(w)
-    if terms.smallest_p <= 2:  # w is exact
-        return curvature, np.zeros_like(w), w
+    if terms.smallest_p <= 2:
+        return curvature
     least = max(_LEAST_CURVATURE * curvature.mean(), _FLAT * norms.mean())
-    curvature = np.maximum(curvature, least)
-    mismatch = np.where(norms > 0, terms.slope(w) - u, 0.0)
-    return curvature, mismatch, w - mismatch / curvature
+    return np.asarray(np.maximum(curvature, least))
 
 
 def _start(
-    design: Design, systems: Systems, y: Floats, correlation: Floats, terms: Terms, w: Floats
+    design: Design, systems: Systems, y: Floats, terms: Terms, w: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Return the first t, ``X' t`` and w."""
-    t = design.residual(y, w) if w.any() else y
-    u = design.correlate(t) if w.any() else correlation
+    t = y - systems.times(w) if w.any() else y
+    u = systems.correlate(t)
     if terms.smallest_p <= 2:
         share = _lowest_multiple(y, terms, t, u)
         t, u = share * t, share * u
         w = terms.conjugate_slope(u)
-    elif not w.any():
+    elif not w[design.norms > 0].all():  # no solution for a similar penalty
         # Ridge regression with the curvature of R at coefficients of equal size that explain y.
         size = np.linalg.norm(y) / np.sqrt(design.norms.sum())
         curvature = max(terms.slope(np.array([size]))[0] / size, _FLAT * design.norms.mean())
@@ -189,21 +203,21 @@ def _lowest_multiple(y: Floats, terms: Terms, t: Floats, u: Floats) -> float:
 def _line_search(
     y: Floats,
     terms: Terms,
-    point: tuple[Floats, Floats, Floats],
+    point: tuple[Floats, Floats],
     step: tuple[Floats, Floats],
     slope: float,
-) -> tuple[Floats, Floats, Floats] | None:
-    """Return the point after a step that decreases the dual objective; None if there is none."""
+) -> tuple[Floats, Floats]:
+    """Return t and u after a step that decreases the dual objective, or before it."""
 
-    def value(t: Floats, u: Floats, w: Floats) -> float:
+    def value(t: Floats, u: Floats) -> float:
+        w = terms.conjugate_slope(u)
         return float(t @ t / 2 - y @ t + u @ w) - terms.value(w)  # R*(u) = u' w - R(w)
 
     with np.errstate(over="ignore", invalid="ignore"):
         start, length = value(*point), 1.0
         for _ in range(_HALVINGS):
-            t, u = (a + length * b for a, b in zip(point, step, strict=False))
-            w = terms.conjugate_slope(u)
-            if value(t, u, w) <= start + _DECREASE * length * slope + _ROUNDING * abs(start):
-                return t, u, w
+            t, u = (a + length * b for a, b in zip(point, step, strict=True))
+            if value(t, u) <= start + _DECREASE * length * slope + _ROUNDING * abs(start):
+                return t, u
             length /= 2
-    return None
+    return point

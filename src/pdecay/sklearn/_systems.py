@@ -1,8 +1,9 @@
 """Linear systems with the matrix ``I + X diag(weights) X'``.
 
-Conjugate gradients in single precision solve them: an iteration reads X once, in half the memory,
-and the Newton steps that need the systems correct the rounding errors. If they do not converge in
-the time of a factorisation, the systems are factorised from then on.
+Conjugate gradients solve them with a copy of X in low precision: an iteration takes as long as
+reading X. The Newton steps that need the systems correct the errors. If the iterations converge
+slowly, or the Newton steps with their results do, the systems are solved with the exact X from then
+on: factorised, or by conjugate gradients if they are too large.
 """
 
 from __future__ import annotations
@@ -12,18 +13,16 @@ from typing import Any
 import numpy as np
 from scipy import linalg
 
-from pdecay.sklearn._design import Design, SingleDense
-from pdecay.sklearn._python_kernels import Inverse, Singles
+from pdecay.sklearn._design import Design
+from pdecay.sklearn._python_kernels import Inverse, Singles, conjugate_gradients
 from pdecay.sklearn._terms import Floats
 
 _LARGEST = 3000  # of the rows of a factorised matrix, which then has 72 MB
 _FEWEST_ITERATIONS = 30
-_FACTORISATION = 8  # iterations / rows at which a factorisation takes as long
-_MOST_HEAVY = 128  # features in the preconditioner
+_FACTORISATION = 3  # rows / iterations at which a factorisation takes as long
+_MOST_HEAVY, _HEAVY = 128, 3  # most features in the preconditioner; also relative to sqrt(d)
+_CHANGE = 1.5  # of the weights, up to which a preconditioner is used again
 _SMALL = 1e-8
-# The eigenvalues of the matrix are at least 1. Up to this trace of the rest, the rounding errors of
-# single precision change them by less than 1 %.
-_SINGLE_TRACE = 1e5
 
 
 class Systems:
@@ -31,28 +30,27 @@ class Systems:
 
     Args:
         design: the features X.
-        iterate: whether to begin with conjugate gradients, and not with factorisations.
     """
 
-    def __init__(self, design: Design, iterate: bool) -> None:
+    def __init__(self, design: Design) -> None:
         self.design = design
         self.smaller = min(design.shape)
-        self.iterate = iterate or self.smaller > _LARGEST
-        self._single_gram: Singles | None = None
-        self._double_gram: Floats | None = None
-        # Scaled only if single precision could overflow: scaling takes as long as an iteration.
+        self.exact = False
+        self._gram: Floats | None = None
+        self._last = (np.empty(0, dtype=np.int64), np.empty(0), self._no_inverse())
+        # Single precision must not overflow.
         largest = float(np.sqrt(design.norms.max(initial=0.0)))
         self.scale = 1.0 if _SMALL < largest < 1 / _SMALL or not largest else largest
-        self.x = design.single(1 / self.scale)
+        self.x = design.rough(1 / self.scale)
 
     def times(self, w: Floats) -> Floats:
-        """Return ``X w`` in single precision."""
+        """Return ``X w`` in low precision."""
         size = float(np.abs(w).max(initial=0.0)) or 1.0  # so that small numbers do not underflow
         products = self.x.times((w / size).astype(np.float32))
         return np.asarray(products, dtype=np.float64) * (size * self.scale)
 
     def correlate(self, r: Floats) -> Floats:
-        """Return ``X' r`` in single precision."""
+        """Return ``X' r`` in low precision."""
         size = float(np.linalg.norm(r)) or 1.0  # so that small numbers do not underflow
         products = self.x.correlate((r / size).astype(np.float32))
         return np.asarray(products, dtype=np.float64) * (size * self.scale)
@@ -60,14 +58,18 @@ class Systems:
     def solve(self, weights: Floats, right: Floats, accuracy: float) -> tuple[Floats, Floats]:
         """Return a solution x and ``X' x``.
 
-        The residual of x is at most `accuracy` times the right side.
+        The residual of x is at most `accuracy` times the right side, up to the errors of X.
         """
-        if self.iterate:
+        if not self.exact:
             x, products, converged = self._conjugate_gradients(weights, right, accuracy)
-            if converged or self.smaller > _LARGEST:
+            if converged:
                 return x, products
-            self.iterate = False
-        return self._factorise(weights, right)
+            self.exact = True
+        if self.smaller <= _LARGEST:
+            x = self._factorise(weights, right)
+        else:
+            x = self._exact_conjugate_gradients(weights, right, accuracy)
+        return x, self.design.correlate(x)
 
     def _conjugate_gradients(
         self, weights: Floats, right: Floats, accuracy: float
@@ -84,6 +86,16 @@ class Systems:
             x, products = np.zeros_like(x), np.zeros_like(products)
         return size * x.astype(np.float64), size * self.scale * products.astype(float), converged
 
+    def _exact_conjugate_gradients(self, weights: Floats, right: Floats, accuracy: float) -> Floats:
+        def product(u: Any) -> tuple[Any, Any]:
+            sums, image = self.design.through(u, np.zeros_like(weights), weights)
+            return image, sums
+
+        size = float(np.linalg.norm(right)) or 1.0
+        inverse, start = self._preconditioner(weights), right / size
+        most = max(_FEWEST_ITERATIONS, self.smaller // _FACTORISATION)
+        return np.asarray(size * conjugate_gradients(product, inverse, start, accuracy, most)[0])
+
     def _preconditioner(self, weights: Floats) -> Inverse:
         """Return an approximate inverse: exact for the heaviest features, a number for the others.
 
@@ -92,60 +104,48 @@ class Systems:
         """
         n, d = self.design.shape
         share = weights * self.design.norms
+        heavy, last, inverse = self._last
+        if len(heavy) and np.abs(np.log(weights[heavy] / last)).max() < np.log(_CHANGE):
+            return inverse
         heavy = np.flatnonzero(share > max(1, n / d) * (1 + share.sum() / n))
-        if len(heavy) > _MOST_HEAVY:
-            heavy = heavy[np.argpartition(-share[heavy], _MOST_HEAVY)[:_MOST_HEAVY]]
+        most = min(_MOST_HEAVY, int(_HEAVY * np.sqrt(d)))
+        if len(heavy) > most:
+            heavy = heavy[np.argpartition(-share[heavy], most)[:most]]
         rest = 1 + (share.sum() - share[heavy].sum()) / n
-        if len(heavy) and np.isfinite(rest):
-            # By the Woodbury identity: P = X U^-1 with U' U = X' X + diag(rest / weights).
-            x = self.x.columns(heavy)
-            matrix = (x.T @ x).astype(np.float64)
-            matrix.flat[:: len(heavy) + 1] += rest / (weights[heavy] * self.scale**2)
-            factor, failed = linalg.lapack.dpotrf(matrix, overwrite_a=True)
-            if not failed:
-                p = linalg.blas.strsm(1.0, factor.astype(np.float32), x, side=1, overwrite_b=True)
-                return Inverse(p, rest)
-        return Inverse(np.empty((n, 0), dtype=np.float32, order="F"), 1.0)
+        if not (len(heavy) and np.isfinite(rest)):
+            return self._no_inverse()
+        # By the Woodbury identity: P = X U^-1 with U' U = X' X + diag(rest / weights).
+        x: Singles = (self.design.columns(heavy) / self.scale).astype(np.float32)
+        matrix = (x.T @ x).astype(np.float64)
+        matrix.flat[:: len(heavy) + 1] += rest / (weights[heavy] * self.scale**2)
+        factor, failed = linalg.lapack.dpotrf(matrix, overwrite_a=True)
+        if failed:
+            return self._no_inverse()
+        p = linalg.blas.strsm(1.0, factor.astype(np.float32), x, side=1, overwrite_b=True)
+        self._last = (heavy, weights[heavy], Inverse(p, rest))
+        return self._last[2]
 
-    def _factorise(self, weights: Floats, right: Floats) -> tuple[Floats, Floats]:
+    def _no_inverse(self) -> Inverse:
+        return Inverse(np.empty((self.design.shape[0], 0), dtype=np.float32, order="F"), 1.0)
+
+    def _factorise(self, weights: Floats, right: Floats) -> Floats:
         """Solve by the smaller of two matrices; return zeros if it cannot be factorised."""
         n, d = self.design.shape
         if n <= d:
             matrix = self.design.outer(weights)
             matrix.flat[:: n + 1] += 1.0
-            x = np.asarray(_solve_positive(matrix, right))
-            return x, self.design.correlate(x)
+            return _solve_positive(matrix, right)
+        if self._gram is None:
+            every = np.arange(d)
+            self._gram = self.design.gram(every, every)
         roots = np.sqrt(weights)
-        gram = self._gram(weights)
-        single = gram.dtype == np.float32
-        products = self.correlate(right) if single else self.design.correlate(right)
-        scaled = (roots * self.scale).astype(np.float32) if single else roots
-        matrix = gram * scaled
-        matrix *= scaled[:, None]
+        matrix = self._gram * roots * roots[:, None]
         matrix.flat[:: d + 1] += 1
-        inner = roots * _solve_positive(matrix, (roots * products).astype(gram.dtype))
-        x = right - self.times(inner) if single else self.design.residual(right, inner)
-        return x, self.design.correlate(x)
-
-    def _gram(self, weights: Floats) -> Any:
-        """Return ``X' X``, in single precision if its rounding errors are small enough.
-
-        Single precision takes half the time. A sparse X needs double precision, because centring
-        its products cancels digits.
-        """
-        trace = float(weights @ self.design.norms)
-        if isinstance(self.x, SingleDense) and trace <= _SINGLE_TRACE:
-            if self._single_gram is None:
-                self._single_gram = self.x.gram()
-            return self._single_gram
-        if self._double_gram is None:
-            every = np.arange(self.design.shape[1])
-            self._double_gram = self.design.gram(every, every)
-        return self._double_gram
+        inner = roots * _solve_positive(matrix, roots * self.design.correlate(right))
+        return self.design.residual(right, inner)
 
 
-def _solve_positive(matrix: Any, right: Any) -> Any:
+def _solve_positive(matrix: Floats, right: Floats) -> Floats:
     """Solve a system with a positive definite matrix, which is not changed; zeros if it fails."""
-    potrf, potrs = linalg.get_lapack_funcs(("potrf", "potrs"), (matrix,))
-    factor, failed = potrf(matrix.T)  # the transposed view is in column order: no copy
-    return np.zeros_like(right) if failed else potrs(factor, right)[0]
+    factor, failed = linalg.lapack.dpotrf(matrix.T)  # the view is in column order: no copy
+    return np.asarray(np.zeros_like(right) if failed else linalg.lapack.dpotrs(factor, right)[0])
