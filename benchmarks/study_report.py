@@ -48,6 +48,12 @@ NETWORKS = {
 _THICK = {"linewidth": 2.2, "zorder": 3}
 STYLES: dict[str, dict[str, Any]] = {
     "target": {"color": drawing.VERMILION, "marker": "D", **_THICK},
+    "target, scaled updates": {
+        "color": drawing.VERMILION,
+        "marker": "*",
+        "linestyle": "--",
+        **_THICK,
+    },
     "GMP": {"color": drawing.BLUE, "marker": "o", **_THICK},
     "GMP, adaptive rank": {"color": drawing.SKY, "marker": "o", **_THICK},
     "MP": {"color": drawing.BLUE, "marker": "X", "linestyle": ":"},
@@ -61,6 +67,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "PAdam, p = 1.2": {"color": "#5CC4A3", "marker": "o"},
     "PAdam, p = 1.5": {"color": "#A5DCCB", "marker": "o"},
 }
+TARGETS = ("target", "target, scaled updates")
 MAX_ZEROS = 99.0  # of the axis; more zeros leave networks that hardly learn
 
 
@@ -124,17 +131,22 @@ def accuracy_table(study: Study) -> str:
 
 
 def gap_table(study: Study) -> str:
-    """Return the accuracy that the target and GMP lose against dense AdamW, and its ratio."""
+    """Return the accuracy that the targets and GMP lose against dense AdamW, and the ratios."""
     dense = final_runs(study, "AdamW, dense").get(0.0)
-    ours, theirs = final_runs(study, "target"), final_runs(study, "GMP")
+    baseline = final_runs(study, "GMP")
+    ours = {name: runs for name in TARGETS if (runs := final_runs(study, name))}
     rows = []
     for level in LEVELS:
-        if not (dense and level in ours and level in theirs):
+        if not dense or level not in baseline or not any(level in runs for runs in ours.values()):
             continue
-        gaps = [_mean(dense) - _mean(groups[level]) for groups in (ours, theirs)]
-        ratio = f"{gaps[0] / gaps[1]:.2f}" if gaps[1] > 0 else "-"
-        rows.append([f"{100 * level:.0f} %", f"{gaps[0]:.2f}", f"{gaps[1]:.2f}", ratio])
-    return markdown(["zeros", "gap of target", "gap of GMP", "ratio"], rows)
+        lost = _mean(dense) - _mean(baseline[level])
+        row = [f"{100 * level:.0f} %", f"{lost:.2f}"]
+        for runs in ours.values():
+            own = _mean(dense) - _mean(runs[level]) if level in runs else None
+            row += ["-", "-"] if own is None else [f"{own:.2f}", f"{own / lost:.2f}"]
+        rows.append(row)
+    header = [cell for name in ours for cell in (f"gap of {name}", "ratio")]
+    return markdown(["zeros", "gap of GMP", *header], rows)
 
 
 def ablation_table(study: Study) -> str:
