@@ -28,8 +28,9 @@ bench: $(VENV)/lab
 # Measures everything that README and docs say about speed and sizes, and fills it in. About an hour
 # on an idle machine. The study, bridge.py, gpt2.py and compact_zoo.py have their own commands.
 records: $(VENV)/test
-	$(VENV)/bin/pdecay bench --out benchmarks/records
-	$(VENV)/bin/pdecay bench deploy --out benchmarks/records
+	$(VENV)/bin/pdecay bench
+	$(VENV)/bin/pdecay bench deploy
+	cp pdecay-bench/bench.json pdecay-bench/deploy.json benchmarks/records
 	$(VENV)/bin/python benchmarks/sparse_linear.py
 	$(VENV)/bin/python benchmarks/files.py size
 	$(VENV)/bin/python benchmarks/files.py speed

@@ -1,6 +1,7 @@
 """Write the numbers of docs/speed.md and README from the record of ``pdecay bench``.
 
-pdecay bench --out benchmarks/records            # about 15 minutes on an idle machine
+pdecay bench                                     # about 15 minutes on an idle machine
+cp pdecay-bench/bench.json benchmarks/records
 python benchmarks/speed_tables.py                # docs/_data/speed_*.md, README, the figure
 """
 
@@ -28,7 +29,6 @@ def main() -> None:
     documents.write(tables(record), readme(record))
     costs = [Cost(**row) for row in record["steps"]]
     steps_report.draw(costs, ROOT / "docs" / "_static" / "bench.png")
-    RECORD.with_suffix(".png").unlink(missing_ok=True)  # the same figure
 
 
 def tables(record: Row) -> dict[str, str]:
