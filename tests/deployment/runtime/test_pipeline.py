@@ -668,6 +668,15 @@ def test_disturbed_measurement_is_reported(clock):
     assert "times varied by 40%, probably because of other processes" in str(report)
 
 
+def test_gain_of_the_median_call_is_reported(clock):
+    model, x = mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)
+    assert "median" not in str(deploy(model, x).report)
+    clock.slowdown = 1.5
+    report = deploy(model, x).report
+    assert report.median_speedup == pytest.approx(1.5 * report.speedup)
+    assert f"{report.median_speedup:.2f} times for the median call" in str(report)
+
+
 def test_one_thread_on_a_busy_machine_is_reported(clock, monkeypatch):
     model, x = mostly_zero(MLP(64, (32,), 10)), torch.randn(3, 64)
     monkeypatch.setattr(pipeline.torch, "get_num_threads", lambda: 2)

@@ -82,6 +82,27 @@ def test_cpu_time_of_one_of_several_threads_is_not_used(machine, monkeypatch):
     assert interleaved([machine.work(1e-3)]).seconds == pytest.approx((51e-3,))
 
 
+def test_result_is_that_of_undisturbed_calls(machine):
+    """Another process uses the cache most of the time, and slows down one of the functions."""
+    slowdowns = itertools.cycle([1, *[2] * 10])
+
+    def slowed():
+        machine.now += 3e-3 * next(slowdowns)
+
+    result = interleaved([slowed, machine.work(1e-3)], seconds=2.0, turn=50e-3)
+    assert result.seconds == pytest.approx((3e-3, 1e-3))
+    assert result.medians == pytest.approx((6e-3, 1e-3))
+
+
+def test_drift_is_uncertain(machine):
+    def drifting():
+        machine.now += 1e-3 * (1 if machine.now < 0.5 else 1.5)
+
+    result = interleaved([drifting, machine.work(1e-3)], seconds=1.0)
+    assert result.spread == pytest.approx(0.5)
+    assert result.is_uncertain
+
+
 def test_measurement_ends_at_the_limit(machine):
     seconds = iter(itertools.cycle([1e-3, 9e-3, 2e-3, 5e-3, 30e-3]))
 
@@ -116,8 +137,9 @@ def test_models_are_timed_with_warm_caches(machine):
             return x
 
     models = {"dense": Model(6e-4, cold_calls=8), "sparse": Model(5e-5, cold_calls=0)}
-    times, measured = _time_models(models, Inputs.of(torch.zeros(1)), 1.5, lambda *_: None)
+    times, medians, measured = _time_models(models, Inputs.of(torch.zeros(1)), 1.5, lambda *_: None)
     assert times == pytest.approx({"dense": 6e-4, "sparse": 5e-5})
+    assert medians == pytest.approx(times)
     assert not measured.is_uncertain
 
 

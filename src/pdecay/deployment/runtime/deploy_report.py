@@ -9,6 +9,7 @@ from pdecay._utils.tables import aligned, ruled
 
 PLAN_FORMAT = ("chosen", "sparse")  # the keys that every plan has
 
+_MEDIAN_RATIO = 1.1  # print the gain of the median call if it differs by more than this
 _MAX_NAMES = 6  # folded modules to print
 
 
@@ -47,7 +48,10 @@ class DeployReport:
         layers: the linear and convolutional layers.
         chosen: the fastest model: "sparse" has sparse layers, "smaller" is compacted and has
             folded batch norms, "dense" is the original.
-        dense_time, deployed_time: seconds of a run on the example, original and deployed.
+        dense_time, deployed_time: seconds of a run on the example, original and deployed, that
+            other processes hardly disturb.
+        median_speedup: the ratio of the median times. It is larger than `speedup` if other
+            processes slow the original down more, for example by using the processor's cache.
         folded_time: seconds of the original with folded batch norms, whose weights are all dense;
             None if no batch norm was folded. It separates the gain of folding from the gain of
             zeros.
@@ -66,6 +70,7 @@ class DeployReport:
     dense_time: float
     folded_time: float | None
     deployed_time: float
+    median_speedup: float
     spread: float
     dense_bytes: int
     deployed_bytes: int
@@ -142,9 +147,14 @@ class DeployReport:
             if seconds is not None
         ]
         batch = "" if self.batch is None else f"batch size {self.batch}, "
-        return [
+        lines = [
             *aligned(rows),
             f"{self.speedup:.2f} times as fast with {batch}{_plural(self.threads, 'thread')}",
+        ]
+        if not 1 / _MEDIAN_RATIO < self.median_speedup / self.speedup < _MEDIAN_RATIO:
+            lines.append(f"{self.median_speedup:.2f} times for the median call, which is disturbed")
+        return [
+            *lines,
             f"outputs differ by {self.difference:.1e} of the largest output",
         ]
 

@@ -172,7 +172,7 @@ def _deployed(
     timed: dict[str, nn.Module] = {str(name): one for name, one in models.items()}
     if folded and "smaller" in models:
         timed["folded"] = _folded_model(model, inputs) if removed else smaller
-    times, timing = _time_models(
+    times, medians, timing = _time_models(
         *(timed, inputs.copy(), max(0.0, end - time.perf_counter())),
         lambda share, text: say(0.6 + 0.4 * share, text),
     )
@@ -200,6 +200,7 @@ def _deployed(
         dense_time=times["dense"],
         folded_time=times.get("folded"),
         deployed_time=times[chosen],
+        median_speedup=medians["dense"] / medians[chosen],
         spread=timing.spread,
         dense_bytes=_nbytes(given),
         deployed_bytes=_nbytes(deployed),
@@ -291,8 +292,8 @@ def _time_models(
     inputs: Inputs,
     seconds: float,
     say: Callable[[float, str], None],
-) -> tuple[dict[str, float], Timing]:
-    """Return the seconds of a run of each model, and the measurement."""
+) -> tuple[dict[str, float], dict[str, float], Timing]:
+    """Return each model's seconds of an undisturbed and of the median run, and the measurement."""
     distinct = list({id(one): one for one in models.values()}.values())
     calls = [partial(inputs.call, one, copy=False) for one in distinct]
     start = time.perf_counter()
@@ -309,8 +310,12 @@ def _time_models(
         turn=_TURN,
         on_round=on_round,
     )
-    of_model = dict(zip(map(id, distinct), timing.seconds, strict=True))
-    return {name: of_model[id(one)] for name, one in models.items()}, timing
+    index = {id(one): k for k, one in enumerate(distinct)}
+    times, medians = (
+        {name: seconds[index[id(one)]] for name, one in models.items()}
+        for seconds in (timing.seconds, timing.medians)
+    )
+    return times, medians, timing
 
 
 def _choose_model(times: Mapping[str, float], choose: Choose) -> Choice:

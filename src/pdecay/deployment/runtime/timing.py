@@ -9,15 +9,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 if sys.platform != "win32":
     import resource
 
-_QUANTILE = 0.15  # on a busy machine; was nearest to the idle median for an MLP of 17 MB
-_GROUPS = 3  # groups of turns whose results are compared
-_MAX_SPREAD = 0.1  # measure longer while the groups differ by more than this
+# Within minutes, this quantile of an MLP with 17 MB of weights varied by 1.25 times, also beside
+# busy processes. Its median varied by 1.6 times, because others use the same outer cache.
+_QUANTILE = 0.05
+_GROUPS = 3  # parts of a measurement whose results are compared
+_MAX_SPREAD = 0.1  # measure longer while the parts differ by more than this
 _LONGER = 1.3  # by this factor
 _LONG = 20e-3  # seconds of a long call
 _PROBE_SIZE = 1 << 17  # numbers that torch divides between at least four threads
@@ -28,13 +31,15 @@ class Timing:
     """The result of :func:`interleaved`.
 
     Args:
-        seconds: the seconds per call of each function.
-        spread: how much the ratios of these times differ between parts of the measurement; 0.1 is
+        seconds: the seconds of an undisturbed call of each function.
+        medians: the seconds of the median call of each function.
+        spread: how much the ratios of `seconds` differ between the parts of the measurement; 0.1 is
             10 %.
         is_uncertain: whether the ratios vary, or whether there was time for few calls only.
     """
 
     seconds: tuple[float, ...]
+    medians: tuple[float, ...]
     spread: float
     is_uncertain: bool = False
 
@@ -51,8 +56,9 @@ def interleaved(
     """Measure the seconds per call of each function.
 
     In its turn, a function is called repeatedly, as in a server. The result is a low quantile over
-    all calls. Untimed are the first calls of a function, which may compile and allocate, and the
-    first call of each turn, which runs with the caches that the previous function left.
+    all calls, because other processes only ever make calls slower. Untimed are the first calls of a
+    function, which may compile and allocate, and the first call of each turn, which runs with the
+    caches that the previous function left.
 
     If torch uses one thread, a call that was interrupted by another process counts with its CPU
     time, so that the duration of the interruption does not matter.
@@ -89,7 +95,12 @@ def interleaved(
                 break
             seconds = _LONGER * elapsed  # when to look again
     spread = _spread(times)
-    return Timing(tuple(map(_low, times)), spread, done < _GROUPS or spread > _MAX_SPREAD)
+    return Timing(
+        tuple(map(_low, times)),
+        tuple(statistics.median(itertools.chain.from_iterable(turns)) for turns in times),
+        spread,
+        done < _GROUPS or spread > _MAX_SPREAD,
+    )
 
 
 @contextmanager
@@ -160,10 +171,13 @@ def _interruptions() -> int:
 
 
 def _spread(times: Sequence[Sequence[Sequence[float]]]) -> float:
-    """Return the largest relative difference of the functions' ratios between groups of turns."""
-    groups = min(_GROUPS, len(times[0]))
-    lows = [[_low(turns[group::groups]) for group in range(groups)] for turns in times]
-    ratios = [[low / first for low, first in zip(one, lows[0], strict=True)] for one in lows]
+    """Return the largest relative difference of the functions' ratios between thirds."""
+    turns = len(times[0])
+    ends = [turns * k // _GROUPS for k in range(_GROUPS + 1)] if turns >= _GROUPS else [0, turns]
+    ratios = [
+        [_low(one[begin:end]) / _low(times[0][begin:end]) for begin, end in pairwise(ends)]
+        for one in times
+    ]
     return max(max(one) / min(one) for one in ratios) - 1
 
 
