@@ -45,7 +45,7 @@ _MODEL_SECONDS = 0.5  # for the measurement of the whole model, at least
 _TURN = 50e-3  # seconds; long enough to bring large weights back into the cache
 _MAX_SPREAD = 0.1  # times that vary more are reported
 _MEASURING_SHARE = 0.3  # at least this share of `seconds` is left for measurements
-_LAYER_SHARE = 0.5  # of the time for measurements; the rest is for the whole model
+_LAYER_SHARE = 0.3  # of the time for measurements; the rest is for the whole model
 
 
 def deploy(
