@@ -11,8 +11,9 @@ machine. The record has the ratios of medians too. The check passes if at least 
 equal and at least nine gains are within 30 % of their separate measurement. The record has one
 entry for each network and number of threads.
 
-A call is repeated if processes other than the loops used the processors during the call or the
-measurement. Needs Linux, for the CPU time of processes in /proc.
+A call counts only if no processes other than the loops used the processors during the call and the
+measurement. An interrupted run continues with the calls of its record. Needs Linux, for the CPU
+time of processes in /proc.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,8 @@ MAX_OTHERS = 0.1  # processors that other processes may use on average
 LOOP = "while True: pass"
 SOURCE = "src/pdecay/deployment"
 
+Call = dict[str, Any]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -58,19 +61,42 @@ def main() -> None:
     args = parser.parse_args()
     has_passed = True
     for threads, name in itertools.product(args.threads, args.networks):
+        key = f"{name}, threads {threads}"
+        record = Record(args.record, key)
         with machine.use_threads(threads):
-            row = check(name, *networks()[name])
+            add_calls(name, *networks()[name], record)
+        row = summary(record.calls)
+        print(key, row, flush=True)
         has_passed &= row["passed"]
-        if args.record is not None:
-            records = json.loads(args.record.read_text()) if args.record.exists() else {}
-            records[f"{name}, threads {threads}"] = {
-                **row,
-                **provenance(),
-                SOURCE: folder_hash(SOURCE),
-            }
-            args.record.write_text(json.dumps(records, indent=1) + "\n")
     if not has_passed:
         sys.exit("the check failed")
+
+
+class Record:
+    """The calls of one entry of the record, written after each call.
+
+    The calls of an earlier run are kept if they are of the same source.
+    """
+
+    def __init__(self, path: Path | None, key: str) -> None:
+        self.path = path
+        self.key = key
+        found = self._read().get(key, {})
+        self.calls: list[Call] = []
+        if found.get(SOURCE) == folder_hash(SOURCE):
+            self.calls = found["calls"]
+
+    def add(self, call: Call) -> None:
+        self.calls.append(call)
+        if self.path is not None:
+            row = {**summary(self.calls), "calls": self.calls, **provenance()}
+            records = {**self._read(), self.key: {**row, SOURCE: folder_hash(SOURCE)}}
+            self.path.write_text(json.dumps(records, indent=1) + "\n")
+
+    def _read(self) -> dict[str, Any]:
+        if self.path is None or not self.path.exists():
+            return {}
+        return cast("dict[str, Any]", json.loads(self.path.read_text()))
 
 
 def networks() -> dict[str, tuple[nn.Module, Tensor]]:
@@ -94,60 +120,52 @@ def with_zeros(model: nn.Module, sparsity: float = 0.95) -> nn.Module:
     return model.eval()
 
 
-def check(name: str, model: nn.Module, x: Tensor) -> dict[str, Any]:
-    """Deploy a network repeatedly beside busy loops, and compare with separate measurements."""
-    reports, taken, separate, medians, repeated = [], [], [], [], 0
+def add_calls(name: str, model: nn.Module, x: Tensor, record: Record) -> None:
+    """Deploy a network beside busy loops until its record has ten calls that were not disturbed."""
     loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(2)]
     try:
-        while len(reports) < CALLS:
+        while len(record.calls) < CALLS:
             start, others = time.perf_counter(), cpu_seconds_of_others(loops)
             deployed = pdecay.deploy(model, x, seconds=SECONDS)
-            stop = time.perf_counter()
-            with suspended(loops), machine.use_threads(deployed.report.threads):
-                gain, median_gain = measured_gains(model, deployed, x)
+            taken = time.perf_counter() - start
+            report = deployed.report
+            with suspended(loops), machine.use_threads(report.threads):
+                separate, separate_median = measured_gains(model, deployed, x)
             others = (cpu_seconds_of_others(loops) - others) / (time.perf_counter() - start)
-            if others > MAX_OTHERS:
-                print(f"{name}: repeated, other processes used {others:.2f} processors", flush=True)
-                repeated += 1
-                continue
-            taken.append(stop - start)
-            reports.append(deployed.report)
-            separate.append(gain)
-            medians.append(median_gain)
-            print(
-                f"{name}: {reports[-1].chosen}, {reports[-1].speedup:.2f} times as fast, "
-                f"separately {gain:.2f} (median {median_gain:.2f}), "
-                f"spread {reports[-1].spread:.0%}, {reports[-1].threads} threads, "
-                f"{taken[-1]:.1f} s",
-                flush=True,
-            )
+            call: Call = {
+                "chosen": report.chosen,
+                "gain": round(report.speedup, 3),
+                "separate gain": round(separate, 3),
+                "median gain": round(report.median_speedup, 3),
+                "separate median gain": round(separate_median, 3),
+                "spread": round(report.spread, 3),
+                "threads": report.threads,
+                "seconds": round(taken, 1),
+            }
+            print(f"{name}: {call}, {others:.2f} processors used by others", flush=True)
+            if others <= MAX_OTHERS:
+                record.add(call)
     finally:
         for loop in loops:
             loop.kill()
             loop.wait()
-    gains = [report.speedup for report in reports]
-    choices = Counter(report.chosen for report in reports)
-    close = count_close(gains, separate)
-    passed = max(choices.values()) >= CALLS - 1 and close >= CALLS - 1
-    print(
-        f"{name}: choices {dict(choices)}, median gain {statistics.median(gains):.2f}, "
-        f"separately {statistics.median(separate):.2f}; {close} gains within 30 %: "
-        f"{'passed' if passed else 'FAILED'}",
-        flush=True,
+
+
+def summary(calls: list[Call]) -> dict[str, Any]:
+    """Count the equal choices and the gains that are like the separate ones."""
+    choices = Counter(call["chosen"] for call in calls)
+    equal = max(choices.values())
+    close, close_to_median = (
+        sum(abs(call["gain"] / call[other] - 1) <= 0.3 for call in calls)
+        for other in ("separate gain", "separate median gain")
     )
     return {
         "choices": dict(choices),
-        "gains": [round(one, 3) for one in gains],
-        "separate gains": [round(one, 3) for one in separate],
-        "median gains": [round(report.median_speedup, 3) for report in reports],
-        "separate median gains": [round(one, 3) for one in medians],
-        "spreads": [round(report.spread, 3) for report in reports],
-        "threads used": [report.threads for report in reports],
+        "gains": [call["gain"] for call in calls],
+        "separate gains": [call["separate gain"] for call in calls],
         "within 30 %": close,
-        "within 30 % of the separate median gain": count_close(gains, medians),
-        "repeated calls": repeated,
-        "seconds of a call": [round(one, 1) for one in taken],
-        "passed": passed,
+        "within 30 % of the separate median gain": close_to_median,
+        "passed": equal >= CALLS - 1 and close >= CALLS - 1,
     }
 
 
@@ -172,10 +190,6 @@ def suspended(processes: Iterable[subprocess.Popen[bytes]]) -> Iterator[None]:
     finally:
         for process in processes:
             process.send_signal(signal.SIGCONT)
-
-
-def count_close(gains: list[float], others: list[float]) -> int:
-    return sum(abs(one / other - 1) <= 0.3 for one, other in zip(gains, others, strict=True))
 
 
 @torch.inference_mode()
