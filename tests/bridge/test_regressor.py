@@ -200,7 +200,7 @@ def test_systems_with_the_exact_features(monkeypatch, weight, largest):
     found, products = systems.solve(weights, right, 1e-4)
     exact = np.linalg.solve(np.eye(60) + (x * weights) @ x.T, right)
     np.testing.assert_allclose(found, exact, atol=1e-2 * np.abs(exact).max())
-    np.testing.assert_allclose(products, x.T @ found, atol=0.1)
+    np.testing.assert_allclose(products, x.T @ found, atol=1e-12)
 
 
 def test_integer_weights_equal_repeated_samples():
