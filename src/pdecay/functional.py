@@ -18,7 +18,7 @@ from pdecay._core.group_settings import Group
 from pdecay._core.penalty import Penalty, as_penalty
 from pdecay._core.validation import check_number
 from pdecay._optim.engine import check_scalar, decay_rate
-from pdecay._optim.optimizers import check_weight_decay
+from pdecay._optim.optimizers import check_flags, check_weight_decay
 from pdecay._optim.steps import adam_step_, sgd_step_
 
 __all__ = ["padam", "psgd"]
@@ -74,9 +74,9 @@ def padam(
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
         if not isinstance(check_scalar(name, beta), Tensor) and beta >= 1:
             raise ValueError(f"{name} must be below 1, got {beta!r}")
-    group = _group(decay, lr, foreach, fused, weight_decay)
+    flags = {"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable}
+    group = _group(decay, lr, weight_decay, {**flags, "foreach": foreach, "fused": fused})
     group |= {"betas": (beta1, beta2), "eps": check_number("eps", eps)}
-    group |= {"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable}
     streams = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
     has_complex = any(map(torch.is_complex, params))
     adam_step_(streams, group, decay_rate(group, None), {}, has_complex=has_complex)
@@ -118,9 +118,9 @@ def psgd(
     _check_leaves(params)
     if bool(check_scalar("momentum", momentum) != 0):
         _check_lengths(params, momentum_buffers=momentum_buffers)
-    group = _group(decay, lr, foreach, fused, weight_decay)
+    flags = {"nesterov": nesterov, "maximize": maximize}
+    group = _group(decay, lr, weight_decay, {**flags, "foreach": foreach, "fused": fused})
     group |= {"momentum": momentum, "dampening": check_number("dampening", dampening)}
-    group |= {"nesterov": nesterov, "maximize": maximize}
     rate = decay_rate(group, None)
     has_sparse_grad = any(grad.is_sparse for grad in grads)
     sgd_step_(params, grads, momentum_buffers, group, rate, {}, has_sparse_grad=has_sparse_grad)
@@ -153,15 +153,15 @@ def _check_leaves(params: Sequence[Tensor]) -> None:
 def _group(
     decay: Penalty | None,
     lr: float | Tensor,
-    foreach: bool | None,
-    fused: bool | None,
     weight_decay: float | Tensor,
+    flags: dict[str, bool | None],
 ) -> Group:
     """Return the settings as they stand in an optimizer's ``param_groups``."""
-    if fused and foreach:
+    check_flags(flags)
+    if flags["fused"] and flags["foreach"]:
         raise ValueError("fused and foreach exclude each other: set at most one of them to True")
     penalty = as_penalty(decay)
     settings: dict[str, Any] = {"decay": penalty.pairs() if penalty else [], "decay_scale": 1.0}
     settings |= {"decay_lr": None, "decay_1d": True, "decay_auxiliary": []}
     settings |= {"weight_decay": check_weight_decay(weight_decay)}
-    return {"lr": check_scalar("lr", lr), "foreach": foreach, "fused": fused, **settings}
+    return {"lr": check_scalar("lr", lr), **flags, **settings}

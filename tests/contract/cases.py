@@ -190,7 +190,7 @@ def _own_cases() -> list[Case]:
                     params, lr=0.02, weight_decay=0.0, foreach=f
                 ),
                 own=lambda params, decay, f=foreach: pdecay.PAdam(
-                    params, lr=0.02, decay=decay, foreach=f
+                    params, lr=0.02, decay=decay, foreach=f, fused=False
                 ),
             ),
             Case(
@@ -198,7 +198,7 @@ def _own_cases() -> list[Case]:
                 f"PSGD[{kind}]",
                 lambda params, f=foreach: torch.optim.SGD(params, lr=0.05, momentum=0.9, foreach=f),
                 own=lambda params, decay, f=foreach: pdecay.PSGD(
-                    params, lr=0.05, momentum=0.9, decay=decay, foreach=f
+                    params, lr=0.05, momentum=0.9, decay=decay, foreach=f, fused=False
                 ),
             ),
         ]

@@ -139,6 +139,11 @@ OPTIMIZERS = {
     "PAdam foreach": (
         lambda params, lr: torch.optim.AdamW(params, lr, weight_decay=0, foreach=True),
         lambda groups, lr: PAdam(groups, lr, foreach=True),
+        False,
+    ),
+    "PAdam foreach without C": (
+        lambda params, lr: torch.optim.AdamW(params, lr, weight_decay=0, foreach=True),
+        lambda groups, lr: PAdam(groups, lr, foreach=True, fused=False),
         True,
     ),
     "PSGD": (
@@ -149,6 +154,11 @@ OPTIMIZERS = {
     "PSGD foreach": (
         lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9, foreach=True),
         lambda groups, lr: PSGD(groups, lr, momentum=0.9, foreach=True),
+        False,
+    ),
+    "PSGD foreach without C": (
+        lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9, foreach=True),
+        lambda groups, lr: PSGD(groups, lr, momentum=0.9, foreach=True, fused=False),
         True,
     ),
     "attach": (lambda params, lr: torch.optim.SGD(params, lr), _attached, False),

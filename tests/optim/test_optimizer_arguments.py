@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 import pdecay
 from pdecay import PSGD, Lp, PAdam
@@ -176,3 +176,40 @@ def test_float16_weights_are_reported():
         warnings.simplefilter("error")
         PAdam([weight], eps=1e-6)
         PAdam([torch.nn.Parameter(torch.randn(4, 4).bfloat16())])
+
+
+class TestFlags:
+    @pytest.mark.parametrize("value", ["yes", "no", 1, 0.0])
+    @pytest.mark.parametrize(
+        ("cls", "name"),
+        [
+            *((PAdam, name) for name in ("amsgrad", "capturable")),
+            *((PSGD, name) for name in ("nesterov",)),
+            *(
+                (cls, name)
+                for cls in (PAdam, PSGD)
+                for name in ("maximize", "foreach", "fused", "stochastic_rounding")
+            ),
+        ],
+    )
+    def test_other_values_than_bool_raise(self, cls, name, value):
+        momentum = {"momentum": 0.9} if cls is PSGD else {}
+        expected = "True, False or None" if name in ("foreach", "fused") else "True or False"
+        message = f"{name} must be {expected}, got {value!r}"
+        with pytest.raises(TypeError, match=message):
+            cls(parameters(), **momentum, **{name: value})
+        with pytest.raises(TypeError, match=message):
+            cls([{"params": parameters(), name: value}], **momentum)
+
+    @pytest.mark.parametrize("name", ["foreach", "fused"])
+    def test_none_is_the_default(self, name):
+        for cls in (PAdam, PSGD):
+            cls(parameters(), **{name: None})
+
+    def test_attach_and_functions_raise(self):
+        with pytest.raises(TypeError, match="fused must be True, False or None, got 'yes'"):
+            pdecay.attach(AdamW(parameters()), DECAY, fused="yes")
+        w, g = torch.ones(2, 2), torch.ones(2, 2)
+        for flags in ({"fused": "yes"}, {"nesterov": "no"}):
+            with pytest.raises(TypeError, match="must be True"):
+                pdecay.functional.psgd([w], [g], [], decay=DECAY, lr=0.1, **flags)

@@ -21,21 +21,23 @@ plain numbers, so that ``torch.load(weights_only=True)`` accepts them:
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from pdecay._core.auxiliary import as_plain
 from pdecay._core.penalty import Penalty, as_penalty
 from pdecay._core.tensors import is_tracing
-from pdecay._core.validation import check_number
+from pdecay._core.validation import check_flag, check_number
 
 Group = dict[str, Any]
 Metric = Literal["magnitude", "adaptive"]
+_NDIM, _WITH_SHAPE = operator.attrgetter("ndim"), {Tensor, Parameter}
 DECAY_KEYS = ("decay", "decay_scale", "decay_lr", "decay_1d", "decay_auxiliary")
 
 
@@ -63,8 +65,7 @@ def write_settings(group: Group, defaults: Defaults) -> None:
     lr = group.get("decay_lr")
     one_d = group.get("decay_1d", own)
     check_not_differentiable(group)
-    if not isinstance(one_d, bool):
-        raise TypeError(f"decay_1d must be True or False, got {one_d!r}")
+    check_flag("decay_1d", one_d)
     plain: Group = {
         "decay": penalty.pairs() if penalty is not None else [],
         "decay_scale": _checked_scale(scale, group.get("params", ())),
@@ -176,6 +177,8 @@ def scales_of(params: Sequence[Tensor], group: Group) -> list[float]:
         scale = float(scale)
         if not group["decay"] or group["decay_1d"]:
             return [scale if group["decay"] else 0.0] * len(params)
+        if {*map(type, params)} <= _WITH_SHAPE:
+            return [scale if dimensions >= 2 else 0.0 for dimensions in map(_NDIM, params)]
         return [scale if _is_matrix(param) else 0.0 for param in params]
     if len(params) == len(group["params"]):
         return [scale_of(param, i, group) for i, param in enumerate(params)]

@@ -1,4 +1,4 @@
-"""Checks of numeric arguments. Each returns the value or raises an error that names it."""
+"""Checks of arguments. Each raises an error that names it."""
 
 from __future__ import annotations
 
@@ -39,3 +39,10 @@ def check_count(name: str, value: object, least: int = 1) -> int:
     if value < least:
         raise ValueError(message)
     return value
+
+
+def check_flag(name: str, value: object, *, optional: bool = False) -> None:
+    """Raise a TypeError unless the value is True or False, or None if it is optional."""
+    if not (isinstance(value, bool) or (optional and value is None)):
+        expected = "True, False or None" if optional else "True or False"
+        raise TypeError(f"{name} must be {expected}, got {value!r}")

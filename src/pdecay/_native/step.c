@@ -65,7 +65,7 @@ static void stream(void *to, const void *from, size_t bytes)
             __m128i loaded = _mm_loadu_si128((const __m128i *)((const char *)from + done));
             _mm_stream_si128((__m128i *)((char *)to + done), loaded);
         }
-        _mm_sfence();
+        _mm_sfence();       /* waits for all stores: call this function for long arrays */
     }
 #endif
     memcpy((char *)to + done, (const char *)from + done, bytes - done);
@@ -131,6 +131,7 @@ typedef struct {
     void (*update_f32)(const void *, const decay_f32 *, const double *, block_f32);
     void (*update_f64)(const void *, const decay_f64 *, const double *, block_f64);
     unsigned traits;
+    int backwards;                      /* start with the last weights */
     const int64_t *plan_of;             /* for each tensor, the index of its decay */
     const decay_f32 *decay_f32;
     const decay_f64 *decay_f64;
@@ -180,6 +181,17 @@ static void run_half(const job *job, int64_t tensor, int64_t begin, int64_t end)
     }
 }
 
+static void run_copy(const job *job, int64_t tensor, int64_t begin, int64_t end)
+{
+    const call *call = job->call;
+    const int larger_than_cache = *(const int *)job->settings;
+    const size_t width = call->dtype == FLOAT64 ? 8 : call->dtype == FLOAT32 ? 4 : 2;
+    const char *from = (const char *)call->data[WEIGHT * call->tensors + tensor] + (size_t)begin * width;
+    char *to = (char *)call->data[OLD_WEIGHT * call->tensors + tensor] + (size_t)begin * width;
+    if (larger_than_cache) stream(to, from, (size_t)(end - begin) * width);
+    else memcpy(to, from, (size_t)(end - begin) * width);
+}
+
 /* ---- all tensors, all threads ---- */
 
 static int64_t total_size(const call *call)
@@ -197,6 +209,10 @@ static int64_t chunk_size(const call *call)
 
 static void run_chunk(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
+    if (job->written == 1u << OLD_WEIGHT) {
+        run_copy(job, tensor, begin, end);
+        return;
+    }
     const int64_t plan = job->plan_of[tensor];
     const int decays = job->call->dtype == FLOAT64 ? job->decay_f64[plan].tiny > 0 : job->decay_f32[plan].tiny > 0;
     unsigned before = enter_flush(decays && job->traits & FLUSHES);
@@ -213,7 +229,8 @@ static void run_chunks(const job *job, int64_t chunk, const int64_t *chunks_befo
     /* Many small tensors: starting the threads would take longer, many times so if the other cores are busy. */
     const int parallel = call->threads > 1 && chunks > 1 && total_size(call) >= FEW;
     #pragma omp parallel for schedule(dynamic) num_threads(call->threads) if (parallel)
-    for (int64_t c = 0; c < chunks; c++) {
+    for (int64_t k = 0; k < chunks; k++) {
+        const int64_t c = job->backwards ? chunks - 1 - k : k;
         int64_t low = 0, high = call->tensors;            /* bisect for the tensor that contains chunk c */
         while (high - low > 1) {
             int64_t middle = (low + high) / 2;
@@ -312,16 +329,9 @@ int pdecay_sgd(const call *call, const unsigned char *first, double lr, double m
     return status;
 }
 
-/* The streams are the weights after their update and the weights before it. */
-int pdecay_decay(const call *call)
-{
-    return run((job){
-        .call = call, .streams = 2, .written = 1u << WEIGHT, .traits = FLUSHES,
-        .update_f32 = decay_only_f32, .update_f64 = decay_only_f64,
-    });
-}
-
-/* The streams are the copies and the weights to copy. */
+/* Two passes around an update by other code, such as torch's own. The streams are the weights, and the memory for their
+ * values before the update. Optimizers run through the weights from the first to the last. Both passes run backwards, so
+ * that an update begins with weights that are still in the cache, and the second pass, too. */
 int pdecay_copy(const call *given)
 {
     call call = *given;
@@ -329,8 +339,15 @@ int pdecay_copy(const call *given)
     if (total < 1 << 17) call.threads = 1;         /* starting the threads would take longer */
     const int larger_than_cache = total > 1 << 21;
     return run((job){
-        .call = &call, .streams = 2, .written = 1u << WEIGHT, .settings = &larger_than_cache,
-        .update_f32 = copy_only_f32, .update_f64 = copy_only_f64,
+        .call = &call, .streams = 2, .written = 1u << OLD_WEIGHT, .settings = &larger_than_cache, .backwards = 1,
+    });
+}
+
+int pdecay_decay(const call *call)
+{
+    return run((job){
+        .call = call, .streams = 2, .written = 1u << WEIGHT, .traits = FLUSHES, .backwards = 1,
+        .update_f32 = decay_only_f32, .update_f64 = decay_only_f64,
     });
 }
 

@@ -189,11 +189,3 @@ static void NAME(decay_only)(const void *settings, const NAME(decay) *decay, con
     NAME(multiply)(decay, block);
 }
 #undef RETURN_IF_SPECIALISED
-
-static void NAME(copy_only)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
-{
-    (void)decay, (void)tensor;
-    const int larger_than_cache = *(const int *)settings;
-    if (larger_than_cache) stream(block.stream[WEIGHT], block.stream[OLD_WEIGHT], (size_t)block.n * sizeof(REAL));
-    else memcpy(block.stream[WEIGHT], block.stream[OLD_WEIGHT], (size_t)block.n * sizeof(REAL));
-}

@@ -21,18 +21,22 @@ from pdecay._core.group_settings import (
     Defaults,
     Group,
     complete_checkpoint,
+    penalty_of,
     scales_of,
     write_settings,
 )
 from pdecay._core.parameters import warn_of_frozen
 from pdecay._core.penalty import Decay, as_penalty
-from pdecay._core.validation import check_number
+from pdecay._core.validation import check_flag, check_number
 from pdecay._optim.engine import Copies, decay_rate, make_batches
 from pdecay._optim.hooks import StepHooks, check_takes_hooks, find_hooks, local_optimizer, unwrap
+from pdecay._optim.kernels.old_weights import OldWeights
+from pdecay._optim.kernels.selection import may_use_c
 from pdecay.prox import penalty_prox
 
 Step = Literal["decay", "prox"]
 _CHECKED_KEYS = (*DECAY_KEYS, "differentiable")
+_Running = tuple[list[Tensor], "OldWeights | list[Tensor]"]  # weights, and their values before
 LearningRate = float | Callable[[Group], float | Tensor] | None
 
 
@@ -80,6 +84,7 @@ def attach(
         )
     if lr is not None and not callable(lr):
         check_number("lr", lr)
+    check_flag("fused", fused, optional=True)
     if step not in ("decay", "prox"):
         raise ValueError(f'step must be "decay" or "prox", got {step!r}')
     defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
@@ -133,12 +138,11 @@ class Attachment(StepHooks):
         self._defaults = defaults
         self._lr = lr
         self._own_settings: dict[int, Group] = {}  # settings of each group before attach
-        self._written: dict[
-            int, list[object]
-        ] = {}  # settings of each group as they were last checked
-        self._old: list[tuple[list[Tensor], list[Tensor]]] = []  # for each group: weights, copies
+        self._written: dict[int, str] = {}  # settings of each group as they were last checked
+        self._running: list[_Running] = []  # for each group, while the optimizer steps
+        self._old: dict[int, OldWeights] = {}  # for each group
         self._has_closure = False  # the running step got a closure, which computes the gradients
-        self._copies = Copies()
+        self._copies = Copies()  # where C cannot copy
         self._write_settings()
         self.register()
         warn_of_frozen(optimizer)
@@ -151,7 +155,7 @@ class Attachment(StepHooks):
         """Remove the decay and restore the groups' settings. A second call does nothing."""
         if self._handles:
             super().detach()
-            self._copies = Copies()  # frees their memory
+            self._old, self._copies = {}, Copies()  # frees their memory
             for index, group in enumerate(self.optimizer.param_groups):
                 for key in DECAY_KEYS if index in self._own_settings else ():
                     group.pop(key, None)
@@ -182,34 +186,53 @@ class Attachment(StepHooks):
         groups = self.optimizer.param_groups
         for group in groups:
             self.rate(group)  # raise for a bad learning rate before any weight changes
-        self._old, self._has_closure = [], has_closure
-        for group in groups:
-            params = [
-                param
-                for param, scale in zip(
-                    group["params"], scales_of(group["params"], group), strict=True
-                )
-                if scale and (has_closure or param.grad is not None)
-            ]
-            # Neither the proximal step nor a slow auxiliary variable needs the old weights.
-            old = self._copies.of(params) if self._needs_old(group) else params
-            self._old.append((params, old))
+        self._has_closure = has_closure
+        self._running = [self._start(i, group, has_closure) for i, group in enumerate(groups)]
 
     def after_step(self) -> None:
-        old, self._old = self._old, []
-        for group, (params, copies) in zip(self.optimizer.param_groups, old, strict=False):
-            # Only a closure decides late which weights move. Some steps clear the gradients.
-            moved = [i for i, p in enumerate(params) if not self._has_closure or p.grad is not None]
-            if len(moved) < len(params):
-                params, copies = [params[i] for i in moved], [copies[i] for i in moved]
-            if params:
-                self._decay_group(params, copies, group)
+        running, self._running = self._running, []
+        for group, (params, old) in zip(self.optimizer.param_groups, running, strict=False):
+            self._decay_group(params, old, group)
 
-    def _decay_group(self, params: list[Tensor], w_old: list[Tensor], group: Group) -> None:
+    def _start(self, index: int, group: Group, has_closure: bool) -> _Running:
+        """Return the group's weights that may decay, and copies of them if they are needed."""
+        scales = scales_of(group["params"], group)
+        params = [
+            param
+            for param, scale in zip(group["params"], scales, strict=True)
+            if scale and (has_closure or param.grad is not None)
+        ]
+        # Neither the proximal step nor a slow auxiliary variable needs the old weights.
+        if not params or not self._needs_old(group):
+            return params, params
+        old = self._old.get(index)
+        if old is None:
+            old = self._old[index] = OldWeights()
+        return params, old if may_use_c(None) and old.copy(params) else self._copies.of(params)
+
+    def _decay_group(
+        self, params: list[Tensor], old: OldWeights | list[Tensor], group: Group
+    ) -> None:
+        # Only a closure decides late which weights move. Some steps clear the gradients.
+        moved = [i for i, p in enumerate(params) if not self._has_closure or p.grad is not None]
+        if not moved:
+            return
+        rate, all_moved = self.rate(group), len(moved) == len(params)
+        if isinstance(old, OldWeights):
+            if all_moved and may_use_c(self.fused):
+                penalty, scale = penalty_of(group), group["decay_scale"]
+                terms = [] if penalty is None else penalty.pairs()
+                # A list has numbers for all parameters of the group. Those of `params` all decay.
+                several = scales_of(params, group) if isinstance(scale, list) else None
+                if old.decay_(terms, float(rate), several or [float(scale)] * len(params)):
+                    return
+            old = old.tensors()
+        if not all_moved:
+            params, old = [params[i] for i in moved], [old[i] for i in moved]
         fused = self.fused if self._needs_old(group) else False
-        for batch in make_batches([params, w_old], group, self.rate(group), fused, 2):
+        for batch in make_batches([params, old], group, rate, fused, 2):
             if self.step == "decay":
-                batch.decay_(batch.select(w_old), self.optimizer.state)
+                batch.decay_(batch.select(old), self.optimizer.state)
             elif batch.penalty is not None:
                 for param in batch.params:
                     param.copy_(penalty_prox(batch.penalty, param, batch.rate))
@@ -228,13 +251,6 @@ class Attachment(StepHooks):
             self._written[index] = _settings_of(group)
 
 
-def _settings_of(group: Group) -> list[object]:
-    """Return a copy of the settings, which differs whenever one was changed, also in place."""
-    return [len(group["params"]), *[_copy_of(group.get(key, "missing")) for key in _CHECKED_KEYS]]
-
-
-def _copy_of(setting: object) -> object:
-    """Copy floats and lists of them; return the text of others, since ``True == 1.0``."""
-    if type(setting) is float:
-        return setting
-    return [*map(_copy_of, setting)] if type(setting) is list else repr(setting)
+def _settings_of(group: Group) -> str:
+    """Return a text that differs whenever a setting was changed, also in place: True == 1.0."""
+    return repr([len(group["params"]), *map(group.get, _CHECKED_KEYS)])

@@ -15,7 +15,7 @@ import torch
 from pdecay._core.tensors import is_tracing
 from pdecay._optim.kernels.layout import PLAIN
 
-IN_CACHE = 1 << 19  # weights: their state and the intermediate results take about 12 MB
+IN_CACHE = 1 << 20  # weights: their state and the intermediate results take about 24 MB
 
 
 def cache_parts(streams: Sequence[list[Any]]) -> Iterator[tuple[list[int], list[list[Any]]]]:

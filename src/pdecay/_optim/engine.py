@@ -8,14 +8,16 @@ The step of a weight is ``w <- w_tilde * factor(w_old)``, where ``w_old`` is the
   :meth:`DecayBatch.decay_` after it.
 
 Parameters are processed in batches (:func:`make_batches`), each by a fused kernel, by torch's
-multi-tensor functions (foreach), or one tensor at a time.
+multi-tensor functions (foreach), or one tensor at a time. On the CPU, foreach leaves the decay to
+C (``kernels/old_weights.py``) unless ``fused=False``, because torch's general power takes about as
+long as the whole of Adam's update.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -32,14 +34,12 @@ from pdecay._core.validation import check_number
 from pdecay._optim.cache_parts import cache_parts
 from pdecay._optim.kernels import native
 from pdecay._optim.kernels.layout import PLAIN
-from pdecay._optim.kernels.selection import kernels_for, table_for
+from pdecay._optim.kernels.old_weights import OldWeights
+from pdecay._optim.kernels.selection import kernels_for, may_use_c, table_for
 
 Rate = float | Tensor
 State = dict[Tensor, dict[str, Any]]
 T = TypeVar("T")
-
-_KEPT_LISTS = 8  # as many as there are groups, usually
-_SHAPE = operator.attrgetter("shape")
 
 
 def update_and_decay_(
@@ -65,16 +65,19 @@ def update_and_decay_(
         state: the optimizer's state.
         elementwise: the number of leading streams with one number for each weight.
         allow_kernels: whether fused kernels may be used.
-        measure: returns the lengths of a batch's weights, from which the decay is computed, given
-            the batch's streams; their magnitudes by default.
+        measure: returns the lengths of a batch's weights, as new tensors, from which the decay is
+            computed, given the batch's streams; None for the weights themselves.
     """
     fused = _fused(group, streams[0]) if allow_kernels else False
-    for batch in make_batches(streams, group, rate, fused, elementwise):
+    # Lengths of half-precision weights are in single precision, and C needs one dtype.
+    readable = measure is None or all(param.dtype.itemsize >= 4 for param in streams[0])
+    in_c = readable and may_use_c(group["fused"])
+    for batch in make_batches(streams, group, rate, fused, elementwise, foreach_in_c=in_c):
         for part, own in batch.parts([batch.select(stream) for stream in streams]):
-            # From w_old; empty if a kernel decays.
-            factors = part.factors(measure(own) if measure and part.has_factors else part.params)
+            lengths = measure(own) if measure and part.has_factors else None
+            decay_ = part.decay_after_update(lengths)  # remembers w_old
             update(part, *own)  # w_old -> w_tilde
-            multiply_(part.params, factors, foreach=part.foreach)  # w = w_tilde * factor(w_old)
+            decay_()  # w = w_tilde * factor(w_old)
         batch.decay_at_anchors_(state)
 
 
@@ -89,7 +92,7 @@ class DecayBatch:
     auxiliary: Sequence[float]  # if not empty, s is kept in an anchor for each parameter
     kernel: ModuleType | None
     foreach: bool
-    options: dict[str, Any]  # arguments of the kernel, if it accepts more than one scale
+    options: dict[str, Any]  # arguments of the C kernel, if it decays; it accepts many scales
 
     def select(self, stream: list[T]) -> list[T]:
         """Select this batch's entries of a list; an empty list stays empty."""
@@ -107,7 +110,10 @@ class DecayBatch:
             return
         for places, own in cache_parts(streams):
             indices = [self.indices[place] for place in places]
-            yield replace(self, params=own[0], indices=indices), own
+            options = {
+                key: [values[place] for place in places] for key, values in self.options.items()
+            }
+            yield replace(self, params=own[0], indices=indices, options=options), own
 
     @property
     def terms(self) -> list[list[float]]:
@@ -124,6 +130,25 @@ class DecayBatch:
         if self.penalty is None or not self.has_factors:
             return []
         return decay_factors(w_old, self.penalty, self.rate, foreach=self.foreach)
+
+    def decay_after_update(self, lengths: list[Tensor] | None) -> Callable[[], object]:
+        """Return a function that decays the weights once they are updated.
+
+        It does nothing if a kernel or anchors decay them. The decay is computed from `lengths`, or
+        if this is None, from the weights as they are now.
+        """
+        if not self.has_factors or "scales" not in self.options:
+            factors = self.factors(self.params if lengths is None else lengths)
+            return partial(multiply_, self.params, factors, foreach=self.foreach)
+        options = {"terms": self.terms, "rate": float(self.rate), **self.options}
+        old = OldWeights()
+        if lengths is None and old.copy(self.params):
+            # torch's updates are in place: the second function is for other code in their place.
+            return lambda: (
+                old.decay_(**options) or native.decay_(self.params, old.tensors(), **options)
+            )
+        olds = lengths or [param.detach().clone() for param in self.params]
+        return partial(native.decay_, self.params, olds, **options)
 
     def decay_(self, w_old: list[Tensor], state: State) -> None:
         """Decay weights that were updated already, given their values before the update."""
@@ -143,14 +168,21 @@ class DecayBatch:
 
 
 def make_batches(
-    streams: Sequence[list[Any]], group: Group, rate: Rate, fused: bool | None, elementwise: int
+    streams: Sequence[list[Any]],
+    group: Group,
+    rate: Rate,
+    fused: bool | None,
+    elementwise: int,
+    *,
+    foreach_in_c: bool = False,
 ) -> Iterator[DecayBatch]:
     """Split a group's parameters into as few batches as kernels and scales allow.
 
     `streams` are lists in the same order: the parameters, then all tensors that a kernel reads. The
     first `elementwise` of them hold one number for each weight.
     Without a kernel and without foreach each parameter is a batch, so that only one factor is in
-    memory at a time.
+    memory at a time. With `foreach_in_c`, foreach leaves the decay to C where C can read the
+    weights. It accepts many scales, and torch updates all weights in one batch.
     """
     params: list[Tensor] = streams[0]
     penalty = penalty_of(group)
@@ -166,6 +198,16 @@ def make_batches(
     kernels = kernels_for(streams, fused)
     rest = [param for param, kernel in zip(params, kernels, strict=True) if kernel is None]
     foreach = use_foreach(rest, group.get("foreach"))
+    if foreach_in_c and foreach and len(rest) == len(params) and penalty and not auxiliary:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, param in enumerate(params):
+            by_dtype.setdefault(param.dtype, []).append(i)
+        parts = [(indices, [params[i] for i in indices]) for indices in by_dtype.values()]
+        if all(native.table_of([own]) is not None for _, own in parts):
+            for indices, own in parts:
+                options = {"scales": [scales[i] for i in indices]}
+                yield DecayBatch(own, indices, rate, penalty, auxiliary, None, True, options)
+            return
     batches: dict[tuple[Any, ...], list[int]] = {}
     for i, (kernel, scale) in enumerate(zip(kernels, scales, strict=True)):
         alone = i if kernel is None and not foreach else None
@@ -184,36 +226,25 @@ def make_batches(
 
 
 class Copies:
-    """Copies of tensors, in memory that is kept for the next time."""
+    """Copies of tensors that C cannot read, in memory that is kept for the next time."""
 
     def __init__(self) -> None:
         self._memory: dict[Tensor, Tensor] = {}
-        # Lists, their copies and their shapes. Nobody else can replace the copies' memory.
-        self._last: list[tuple[list[Tensor], native.Owned, list[torch.Size]]] = []
 
     def of(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return a copy of each tensor, valid until the next call with the same tensor."""
-        if is_tracing():
+        plain = all(type(x) in PLAIN and x.layout is torch.strided for x in tensors)
+        if is_tracing() or not plain:
             return [tensor.detach().clone() for tensor in tensors]
-        for known, copies, shapes in self._last:  # usually the same lists at each step
-            same = len(known) == len(tensors) and all(map(operator.is_, known, tensors))
-            if same and [*map(_SHAPE, tensors)] == shapes:
-                if native.copy_(copies, tensors):
-                    return copies
-                break
-        if not all(type(x) in PLAIN and x.layout is torch.strided for x in tensors):
-            return [tensor.detach().clone() for tensor in tensors]
-        copies = native.Owned(self._memory_for(tensor) for tensor in tensors)
-        if tensors and not native.copy_(copies, tensors):
+        copies = [self._memory_for(tensor) for tensor in tensors]
+        if tensors:
             torch._foreach_copy_(copies, tensors)
-        self._last = [(tensors, copies, [*map(_SHAPE, copies)]), *self._last[: _KEPT_LISTS - 1]]
         return copies
 
     def _memory_for(self, tensor: Tensor) -> Tensor:
         memory = self._memory.get(tensor)
         if memory is None or not _are_alike(memory, tensor):
             memory = self._memory[tensor] = torch.empty_like(tensor, requires_grad=False)
-            self._last = []  # the lists may contain the memory that was replaced
         return memory
 
 

@@ -1,15 +1,17 @@
 """PAdam and PSGD: Adam and SGD with p-norm weight decay.
 
 By default, on the CPU, a C kernel updates and decays in one pass over memory. With an explicit
-``foreach`` or ``fused=False``, each step computes the decay factor from the old weights, calls
-torch's own update function, and multiplies the new weights by the factor. The results are then
-bit-identical to those of :func:`pdecay.attach`. The optimizer state is always torch's, so that a
-checkpoint of ``torch.optim.AdamW`` loads into :class:`PAdam`.
+``foreach`` or ``fused=False``, torch's own function updates the weights. Before it, the decay
+factors are computed from the old weights, and after it, the new weights are multiplied by them, in
+C for ``foreach=True`` and by torch's own operations for ``foreach=False`` or ``fused=False``. The
+results are then bit-identical to those of :func:`pdecay.attach`, with the same `fused`. The
+optimizer state is always torch's, so that a checkpoint of ``torch.optim.AdamW`` loads into
+:class:`PAdam`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from pdecay._core.group_settings import (
 )
 from pdecay._core.parameters import warn_of_frozen
 from pdecay._core.penalty import Decay, Lp, Penalty, as_penalty
-from pdecay._core.validation import check_number
+from pdecay._core.validation import check_flag, check_number
 from pdecay._optim.adam_metric import metric_mean
 from pdecay._optim.engine import check_scalar, decay_rate
 from pdecay._optim.rounding import State, Streams, run_rounded
@@ -44,6 +46,10 @@ from pdecay._optim.steps import adam_step_, sgd_step_
 from pdecay._utils.user_warnings import warn_user
 
 _DEFAULT_DECAY = Lp(1, 1e-2)
+_FLAGS = (
+    *("amsgrad", "maximize", "nesterov", "capturable", "differentiable", "stochastic_rounding"),
+    *("foreach", "fused"),
+)
 _HEALTH_CHECK = "_accelerator_graph_capture_health_check"
 if not hasattr(Optimizer, _HEALTH_CHECK):  # its name in older versions of torch
     _HEALTH_CHECK = "_cuda_graph_capture_health_check"
@@ -56,6 +62,7 @@ class _Decaying(Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):  # else torch raises a clear error
+            check_flags(param_group)
             param_group = group_with_settings(param_group, self._defaults())
         super().add_param_group(param_group)
         if "decay" in self.defaults:  # else __init__ is still running, and warns at its end
@@ -115,6 +122,8 @@ class _Decaying(Optimizer):
         foreach: bool | None,
         stochastic_rounding: bool,
     ) -> None:
+        own = {"fused": fused, "foreach": foreach, "stochastic_rounding": stochastic_rounding}
+        check_flags({**self.defaults, **own})
         if fused and foreach:
             raise ValueError("fused and foreach cannot both be True; set at most one of them")
         # Not passed to torch's constructor: it would reject tensors that torch's own fused kernels
@@ -149,7 +158,9 @@ class PAdam(_Decaying, AdamW):
             the C kernel on the CPU and ``torch.compile`` on CUDA if they are available and neither
             `foreach` nor `capturable` is given. The first step then compiles: 1 to 2 s in C,
             longer with ``torch.compile``, which reports its time to the logger "pdecay" at the
-            level INFO. Both results are cached on disk. False for torch's own operations.
+            level INFO. Both results are cached on disk. ``foreach=True`` uses the C kernel for the
+            decay only, on the CPU, with the same error. False for torch's own operations, also
+            with ``foreach=True``.
         decay: the penalty, :class:`Lp` or a sum of them; None for plain AdamW. A list of [p, lam]
             pairs, as in configuration files, is accepted, too.
         auxiliary: the update rule of s: ``Instant()`` (the default), ``Every(n)`` or
@@ -330,6 +341,13 @@ def _check_not_scaled(optimizer: Optimizer) -> None:
                 f"optimizer.{name} is set, and {type(optimizer).__name__} unscales no gradients; "
                 "call GradScaler.step, which unscales them and skips steps, and set no attribute"
             )
+
+
+def check_flags(settings: Mapping[str, Any]) -> None:
+    """Raise a TypeError for a flag, among an optimizer's or a group's settings, that is no bool."""
+    for name in _FLAGS:
+        if name in settings:
+            check_flag(name, settings[name], optional=name in ("foreach", "fused"))
 
 
 def _check_betas(betas: object) -> tuple[float, float]:

@@ -6,7 +6,8 @@ PAdam and PSGD collect gradients and state from the optimizer and call these fun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,9 +71,7 @@ def adam_step_(
                 **hyper,
             )
 
-    def measure(streams: Sequence[list[Tensor]]) -> list[Tensor]:
-        return streams[0] if mean is None else metric_lengths(streams, group, mean)
-
+    measure = None if mean is None else partial(metric_lengths, group=group, mean=mean)
     elementwise = 5 if group["amsgrad"] else 4
     update_and_decay_(update, streams, group, rate, state, elementwise=elementwise, measure=measure)
 

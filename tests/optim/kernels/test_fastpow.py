@@ -15,7 +15,7 @@ QS += [-q for q in QS] + [0.0, 1 / 3, -4 / 3, 1e-4]
 
 def power(x, q):
     name = "pdecay_power_f32" if x.dtype == np.float32 else "pdecay_power_f64"
-    function = getattr(native._library(), name)
+    function = getattr(native.c_library(), name)
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_double]
     result = np.empty_like(x)
     function(x.ctypes.data, result.ctypes.data, x.size, q)
@@ -64,7 +64,7 @@ def test_float32_error_is_below_5e_6_for_usual_weights(q):
 @pytest.fixture(params=["fitted", "paired"])
 def fitted_power(request):
     """Return the function of plain C, or the same with vector instructions (``pairs.h``)."""
-    function = getattr(native._library(), f"pdecay_{request.param}_power_f32")
+    function = getattr(native.c_library(), f"pdecay_{request.param}_power_f32")
     function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] + [ctypes.c_double] * 2
 
     def power(x, q, c):

@@ -217,29 +217,6 @@ def test_table_of_lists_of_different_lengths_is_none():
     assert native.table_of([two, one, three]) is None
 
 
-def test_table_of_owned_tensors_keeps_the_order_of_streams():
-    weights, copies = plain_streams()
-    owned = native.Owned(copies)
-    for streams in ([weights, owned], [owned, weights], [owned]):
-        assert native.table_of(streams) == native.table_of([[*stream] for stream in streams])
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        [torch.ones(3, 4)],
-        [torch.ones(3, 4), torch.ones(8)],
-        [torch.ones(3, 4).double(), torch.ones(7).double()],
-        [torch.ones(4, 3).t(), torch.ones(7)],
-        [],
-    ],
-)
-def test_table_of_owned_tensors_that_differ_is_none(other):
-    weights, _ = plain_streams()
-    assert native.table_of([weights, native.Owned(other)]) is None
-    assert native.table_of([other, native.Owned(weights)]) is None
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 @pytest.mark.slow
 def test_small_tensors_start_no_threads():
@@ -267,15 +244,6 @@ def test_missing_step_counts_raise():
     w, g, m, v = ([torch.ones(3)] for _ in range(4))
     with pytest.raises(ValueError, match="0 step counts for 1 weights"):
         native.adam_(w, g, m, v, [], [], terms=[], lr=0.1, **ADAM)
-
-
-def test_copy_copies_all_dtypes():
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        tensors = [torch.randn(size).to(dtype) for size in (1, 5000, 100_000)]
-        copies = [torch.empty_like(tensor) for tensor in tensors]
-        assert native.copy_(copies, tensors)
-        assert all(torch.equal(*pair) for pair in zip(copies, tensors, strict=True))
-    assert not native.copy_([torch.ones(3, dtype=torch.int32)], [torch.ones(3)])
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (4, 3), (12,), (3, 4, 1)])

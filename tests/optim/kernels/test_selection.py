@@ -32,7 +32,7 @@ class TestChoice:
         assert kernel_for(w, True) is native
         assert kernel_for(w, False) is None
 
-    def test_explicit_foreach_uses_no_kernel(self, monkeypatch):
+    def test_explicit_foreach_uses_no_fused_update(self, monkeypatch):
         monkeypatch.setattr(native, "adam_", None)  # would fail if it were called
         w = nn.Parameter(torch.ones(3, 3))
         w.grad = torch.ones(3, 3)
@@ -41,6 +41,15 @@ class TestChoice:
         PAdam([w], fused=False).step()
         with pytest.raises(TypeError, match="not callable"):
             PAdam([w]).step()
+
+    @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True, "fused": False}])
+    def test_no_kernel_at_all_on_request(self, options, monkeypatch):
+        monkeypatch.setattr(native, "c_library", None)  # would fail if it were called
+        w = nn.Parameter(torch.ones(3, 3))
+        w.grad = torch.ones(3, 3)
+        PAdam([w], **options).step()
+        with pytest.raises(TypeError, match="not callable"):
+            PAdam([w], foreach=True).step()
 
     def test_fused_with_foreach_raises(self):
         with pytest.raises(ValueError, match="set at most one of them"):

@@ -40,13 +40,15 @@ from pdecay._optim.kernels.layout import (
 )
 
 __all__ = [
+    "Call",
     "KernelUnavailable",
-    "Owned",
     "Table",
     "adam_",
     "available",
-    "copy_",
+    "c_library",
+    "check_status",
     "decay_",
+    "read_tensors",
     "sgd_",
     "table_of",
     "why_not",
@@ -61,7 +63,7 @@ _FAILURES = {1: "this compiler has no float16", 2: "out of memory"}
 def available() -> str | None:
     """Return None if the kernel is or can be compiled, else the reason."""
     try:
-        _library()
+        c_library()
     except KernelUnavailable as reason:
         return str(reason)
     return None
@@ -96,54 +98,39 @@ class Table:
     data: array[int]
 
 
-class Owned(list[Tensor]):
-    """Tensors whose memory no other code can replace: their addresses are read only once."""
-
-    @functools.cached_property
-    def table(self) -> Table | None:
-        """The addresses; None if C cannot read the tensors."""
-        return _read_table([self])
-
-
 def table_of(streams: Sequence[Tensors]) -> Table | None:
     """Return the addresses if all tensors are contiguous, on the CPU and of one dtype.
 
     The streams must have equal lengths, the weights first, with equal shapes of the tensors of one
     index. Return None otherwise, and for tensors that the kernel cannot read.
     """
-    unknown = [stream for stream in streams if type(stream) is not Owned]
-    if len(unknown) == len(streams) or not unknown:
-        return _read_table(streams)
-    read = _read_table(unknown)
-    if read is None:
-        return None
-    count, rest, data = len(read.sizes), read.data, array("Q")
-    for stream in streams:
-        if type(stream) is Owned:
-            own = stream.table
-            if own is None or own.dtype != read.dtype or own.sizes != read.sizes:
-                return None
-            data += own.data
-        else:
-            data += rest[:count]
-            rest = rest[count:]
-    return Table(read.dtype, read.sizes, data)
-
-
-def _read_table(streams: Sequence[Tensors]) -> Table | None:
     count = len(streams[0])
     tensors = [*chain(*streams)]
     if not count or {*map(len, streams)} != {count} or not are_plain(tensors):
         return None
     objects = array("Q", map(id, tensors))
     sizes, data = array("q", bytes(8 * count)), array("Q", bytes(8 * len(tensors)))
+    dtype = read_tensors(count, len(streams), *map(_address, (objects, sizes, data)))
+    return Table(dtype, sizes, data) if dtype >= 0 else None
+
+
+def read_tensors(count: int, streams: int, objects: int, sizes: int, data: int) -> int:
+    """Write the sizes and addresses of tensors into arrays, and return their dtype, as in step.c.
+
+    Return -1 if they differ in dtype or shape, or are of another kind than in :func:`table_of`.
+
+    Args:
+        count: the number of weights.
+        streams: the number of tensors for each weight.
+        objects: the address of an array of the addresses of the tensors' Python objects.
+        sizes: the address of an array for the sizes.
+        data: the address of an array for the addresses.
+    """
     try:
         function, describe = _table_function()
-        addresses = (_address(objects), _address(sizes), _address(data))
-        dtype = function(describe, count, len(streams), *addresses)
+        return function(describe, count, streams, objects, sizes, data)
     except RuntimeError:  # the kernel is unavailable, or a tensor has no memory that C can read
-        return None
-    return Table(dtype, sizes, data) if dtype >= 0 else None
+        return -1
 
 
 def adam_(
@@ -190,7 +177,7 @@ def adam_(
             ``adam_metric.py``); None for the decay by magnitude.
         table: the addresses of all streams but the step counts, if they are known already.
     """
-    library = _library()
+    library = c_library()
     rate = float(lr if rate is None else rate)
     streams = [params, grads, exp_avgs, exp_avg_sqs]
     if amsgrad:
@@ -208,7 +195,7 @@ def adam_(
         addresses, double_steps = array("Q", map(Tensor.data_ptr, copies)), True
     for call, indices in _calls(streams, terms, rate, scales, table):
         own = addresses if indices is None else array("Q", [addresses[i] for i in indices])
-        _check(library.pdecay_adam(call, _address(own), double_steps, *hyper))
+        check_status(library.pdecay_adam(call, _address(own), double_steps, *hyper))
     for step, count in zip(state_steps, copies, strict=False):
         step.copy_(count)
 
@@ -248,14 +235,14 @@ def sgd_(
         scales: multipliers of lam, one for each weight; 1 by default.
         table: the addresses of all streams, if they are known already.
     """
-    library = _library()
+    library = c_library()
     rate = float(lr if rate is None else rate)
     fresh = [first] * len(params) if isinstance(first, bool) else first
     streams = [params, grads, momentum_buffers] if momentum != 0 else [params, grads]
     hyper = (lr, momentum, dampening, nesterov, weight_decay, maximize)
     for call, indices in _calls(streams, terms, rate, scales, table):
         flags = array("B", fresh if indices is None else [fresh[i] for i in indices])
-        _check(library.pdecay_sgd(call, _address(flags), *hyper))
+        check_status(library.pdecay_sgd(call, _address(flags), *hyper))
 
 
 def decay_(
@@ -269,24 +256,12 @@ def decay_(
 ) -> None:
     """Decay updated weights, given their values before the update (`olds`)."""
     if rate and any(lam for _, lam in terms):
-        library = _library()
+        library = c_library()
         for call, _ in _calls([params, olds], terms, rate, scales, table):
-            _check(library.pdecay_decay(call))
+            check_status(library.pdecay_decay(call))
 
 
-def copy_(copies: Tensors, tensors: Tensors) -> bool:
-    """Copy tensors into others, on all threads; return False if the kernel cannot."""
-    table = table_of([copies, tensors])
-    if table is None:
-        return False
-    nothing, scales = array("d"), array("d", [1.0]) * len(copies)
-    _check(_library().pdecay_copy(_call_of(table, nothing, nothing, scales)))
-    if type(copies) is not Owned:
-        increment_version(copies)
-    return True
-
-
-class _Call(ctypes.Structure):
+class Call(ctypes.Structure):
     """The struct `call` of step.c."""
 
     _fields_ = (
@@ -328,7 +303,7 @@ def _call_of(table: Table, powers: array[float], rates: array[float], scales: ar
     """Return the argument of a call into C; the arrays must stay alive during the call."""
     counts = (table.dtype, torch.get_num_threads(), len(table.sizes), len(powers))
     arrays: tuple[array[Any], ...] = (table.sizes, table.data, powers, rates, scales)
-    return ctypes.byref(_Call(*counts, *map(_address, arrays)))
+    return ctypes.byref(Call(*counts, *map(_address, arrays)))
 
 
 def _table_of_batch(batch: Batch) -> Table:
@@ -342,7 +317,8 @@ def _table_of_batch(batch: Batch) -> Table:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def c_library() -> ctypes.CDLL:
+    """Return the compiled functions of step.c."""
     library = load("step")
     types = {"d": ctypes.c_double, "i": ctypes.c_int, "p": ctypes.c_void_p}
     types_of = {"adam": "ppidddddiid", "sgd": "ppdddidi", "decay": "p", "copy": "p"}
@@ -358,7 +334,7 @@ def _table_function() -> tuple[Callable[..., int], int]:
 
     The former is called with Python's lock held, because the latter needs it.
     """
-    library = _library()
+    library = c_library()
     function = ctypes.PyDLL(library._name, handle=library._handle).pdecay_table
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     function.argtypes = [pointer, integer, integer, pointer, pointer, pointer]
@@ -385,7 +361,8 @@ def _address(numbers: array[Any]) -> int:
     return numbers.buffer_info()[0]
 
 
-def _check(status: int) -> None:
+def check_status(status: int) -> None:
+    """Raise `KernelUnavailable` unless a function of step.c returned 0."""
     if status:
         raise KernelUnavailable(_FAILURES.get(status, f"status {status}"))
 

@@ -57,14 +57,17 @@ def kernel_for(tensor: Tensor, fused: bool | None) -> ModuleType | None:
     return None
 
 
+def may_use_c(fused: bool | None) -> bool:
+    """Check whether C may compute, for tensors that it can read."""
+    return fused is not False and _only != "compiled" and not is_tracing()
+
+
 def table_for(streams: Sequence[Sequence[Any]], fused: bool | None) -> native.Table | None:
     """Return the addresses of all tensors if the C kernel can update them in one call, else None.
 
     This is the usual case, and many times faster than :func:`kernels_for`.
     """
-    if fused is False or _only == "compiled" or is_tracing():
-        return None
-    return native.table_of(streams)
+    return native.table_of(streams) if may_use_c(fused) else None
 
 
 def kernels_for(streams: Sequence[Sequence[Any]], fused: bool | None) -> list[ModuleType | None]:

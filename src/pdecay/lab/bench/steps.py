@@ -97,6 +97,9 @@ def adam_methods() -> dict[str, Method]:
         "the paper's listing": Method(_listing, ONE_NORM),
         "attach to AdamW fused": Method(_attached, ONE_NORM),
         "PAdam foreach": Method(lambda w, n: PAdam(w, LR, decay=n, foreach=True), ONE_NORM),
+        "PAdam foreach without C": Method(  # as on accelerators
+            lambda w, n: PAdam(w, LR, decay=n, foreach=True, fused=False), ONE_NORM
+        ),
         "PAdam compiled": Method(lambda w, n: PAdam(w, LR, decay=n, fused=True), NORMS, "compiled"),
         "PAdam fused": Method(lambda w, n: PAdam(w, LR, decay=n, fused=True), NORMS, "native"),
         "PAdam fused, adaptive metric": Method(
