@@ -104,17 +104,22 @@ def readme() -> dict[str, str]:
 
 
 def summary() -> str:
-    """Return README's table: dense AdamW, GMP and the target on all tasks, at the usual levels."""
+    """Return README's table: dense AdamW, GMP and the targets on all tasks, at the usual levels."""
     rows = []
     for task, network in NETWORKS.items():
         study = Study(task, "cpu")
-        dense, gmp, target = (final_runs(study, name) for name in ("AdamW, dense", "GMP", "target"))
+        dense, *others = (final_runs(study, name) for name in ("AdamW, dense", "GMP", *TARGETS))
         rows += [
-            [network, f"{100 * level:.0f} %", *map(_cell, (dense[0.0], gmp[level], target[level]))]
+            [
+                network,
+                f"{100 * level:.0f} %",
+                *map(_cell, (dense[0.0], *(o.get(level) for o in others))),
+            ]
             for level in README_LEVELS
-            if level in gmp and level in target
+            if level in others[0] and level in others[1]
         ]
-    return markdown(["test accuracy", "zeros", "AdamW, dense", "GMP", "pdecay"], rows)
+    header = ["test accuracy", "zeros", "AdamW, dense", "GMP", "pdecay", "pdecay, scaled updates"]
+    return markdown(header, rows)
 
 
 def accuracy_table(study: Study) -> str:
