@@ -213,7 +213,9 @@ class _SparsePAdam(PAdamMethod):
         return super().start(model, task, lr, steps)
 
 
-def target_share(model: str, batch: tuple[int, int], iterations: int) -> float:
+def target_share(
+    model: str, batch: tuple[int, int], iterations: int, update_power: float = 0.0
+) -> float:
     """Return the time of SparsityTarget relative to the rest of training, during its ramp.
 
     A GPT trains on random symbols with PAdam for some steps of a ramp of 1200 steps (a training of
@@ -223,10 +225,13 @@ def target_share(model: str, batch: tuple[int, int], iterations: int) -> float:
         model: the name of a GPT in MODELS.
         batch: the number of sequences and their length.
         iterations: the number of steps; a multiple of six.
+        update_power: as in SparsityTarget.
     """
     network = MODELS[model]()
     optimizer = PAdam(network.parameters(), LR, decay=NORMS["0.8"])
-    target = pdecay.SparsityTarget(optimizer, 0.9, 2000, start=0, end=0.6)
+    target = pdecay.SparsityTarget(
+        optimizer, 0.9, 2000, start=0, end=0.6, update_power=update_power
+    )
     times = {"target": 0.0, "all": 0.0}
 
     def timed(function: Callable[..., None], key: str) -> Callable[..., None]:

@@ -64,10 +64,11 @@ def run(out: Path, parts: Sequence[str], *, quick: bool, console: Console | None
         if "target" in parts:
             results["target"] = {}
             for model in ["char-GPT"] if quick else list(_TARGETS):
-                status.update(f"SparsityTarget on {model}")
                 batch, iterations = _TARGETS[model]
-                share = bench.target_share(model, batch, 6 if quick else iterations)
-                results["target"][model] = share
+                for power, name in ((0.0, model), (0.5, f"{model}, scaled updates")):
+                    status.update(f"SparsityTarget on {name}")
+                    steps = 6 if quick else iterations
+                    results["target"][name] = bench.target_share(model, batch, steps, power)
         if "growth" in parts:
             sizes = SIZES[:3] if quick else SIZES
             grown = list(bench.growth(sizes, 5 if quick else 9, status.update))
