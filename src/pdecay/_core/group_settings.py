@@ -21,7 +21,6 @@ plain numbers, so that ``torch.load(weights_only=True)`` accepts them:
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -37,7 +36,7 @@ from pdecay._core.validation import check_flag, check_number
 
 Group = dict[str, Any]
 Metric = Literal["magnitude", "adaptive"]
-_NDIM, _WITH_SHAPE = operator.attrgetter("ndim"), {Tensor, Parameter}
+_WITH_SHAPE = {Tensor, Parameter}
 DECAY_KEYS = ("decay", "decay_scale", "decay_lr", "decay_1d", "decay_auxiliary")
 
 
@@ -178,7 +177,7 @@ def scales_of(params: Sequence[Tensor], group: Group) -> list[float]:
         if not group["decay"] or group["decay_1d"]:
             return [scale if group["decay"] else 0.0] * len(params)
         if {*map(type, params)} <= _WITH_SHAPE:
-            return [scale if dimensions >= 2 else 0.0 for dimensions in map(_NDIM, params)]
+            return [scale if param.ndim >= 2 else 0.0 for param in params]
         return [scale if _is_matrix(param) else 0.0 for param in params]
     if len(params) == len(group["params"]):
         return [scale_of(param, i, group) for i, param in enumerate(params)]

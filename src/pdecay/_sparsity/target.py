@@ -213,8 +213,8 @@ class SparsityTarget:
         """Do nothing: ``optimizer.load_state_dict`` restores the state."""
 
     def __repr__(self) -> str:
-        numbers = (f"{name}={getattr(self, name):g}" for name in ("pull", "update_power"))
-        options = [f"rank={self.rank!r}", *numbers]
+        options = [f"rank={self.rank!r}", f"pull={self.pull:g}"]
+        options += [f"update_power={self.update_power:g}"] if self.update_power else []
         options += [f"floor={self.floor:g}"] if self.floor else []
         if self.per_layer:
             options.append("per_layer=" + ("True" if self.per_layer is True else "{...}"))

@@ -35,6 +35,10 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "target": (float, "target, gmp: the share of zero weights; oto: of zero units"),
     "rank": (str, "target, gmp: the order of removal: adaptive or magnitude"),
     "pull": (float, "target: how fast the decay shrinks the weights that are removed next"),
+    "update_power": (
+        float,
+        "target: the power of the weights that scales the updates, from 0 to 1",
+    ),
     "end": (float, "target, gmp: the end of the ramp, as a share of the training"),
     "threshold": (float, "mp: weights below it are pruned"),
     "depth": (int, "dwf: the number of factors of a weight"),
