@@ -70,6 +70,10 @@ def test_gaps_in_the_summary_of_the_results_match_the_tables():
     assert stated, "docs/results.md does not state the gaps at 95 % zeros"
     for task, ratio in zip(("fashion", "shakespeare", "cifar10"), stated.groups(), strict=True):
         assert f" {ratio} |" in row_of(f"study_{task}_gaps", "95 %")
+    scaled = re.search(r"loses ([\d.]+) and ([\d.]+) of what tuned gradual magnitude pruning", page)
+    assert scaled, "docs/results.md does not state the gaps with scaled updates"
+    for level, ratio in zip(("90 %", "95 %"), scaled.groups(), strict=True):
+        assert row_of("study_shakespeare_gaps", level).endswith(f" {ratio} |")
 
 
 def test_gpt2_in_the_documentation_matches_the_record():
