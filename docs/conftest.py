@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
+collect_ignore = ["conf.py"]  # imports Sphinx, which the tests do not need
 
 
 @pytest.fixture(autouse=True)
