@@ -131,7 +131,7 @@ class DecayBatch:
             return []
         return decay_factors(w_old, self.penalty, self.rate, foreach=self.foreach)
 
-    def decay_after_update(self, lengths: list[Tensor] | None) -> Callable[[], object]:
+    def decay_after_update(self, lengths: list[Tensor] | None) -> Callable[[], None]:
         """Return a function that decays the weights once they are updated.
 
         It does nothing if a kernel or anchors decay them. The decay is computed from `lengths`, or
@@ -143,10 +143,13 @@ class DecayBatch:
         options = {"terms": self.terms, "rate": float(self.rate), **self.options}
         old = OldWeights()
         if lengths is None and old.copy(self.params):
-            # torch's updates are in place: the second function is for other code in their place.
-            return lambda: (
-                old.decay_(**options) or native.decay_(self.params, old.tensors(), **options)
-            )
+
+            def decay() -> None:
+                # torch updates in place; code that replaced the weights' memory needs the fallback.
+                if not old.decay_(**options):
+                    native.decay_(self.params, old.tensors(), **options)
+
+            return decay
         olds = lengths or [param.detach().clone() for param in self.params]
         return partial(native.decay_, self.params, olds, **options)
 
