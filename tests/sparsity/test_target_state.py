@@ -1,4 +1,4 @@
-"""The target inside the optimizer: checkpoints, skipped steps, wrappers, lists of optimizers."""
+"""Tests of the state of SparsityTarget in the optimizer: checkpoints, skipped steps, detaching."""
 
 import copy
 import io

@@ -229,7 +229,7 @@ def make_batches(
 
 
 class Copies:
-    """Copies of tensors that C cannot read, in memory that is kept for the next time."""
+    """Copies of tensors, made by torch, in memory that is kept for the next time."""
 
     def __init__(self) -> None:
         self._memory: dict[Tensor, Tensor] = {}

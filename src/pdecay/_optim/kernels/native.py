@@ -40,6 +40,7 @@ from pdecay._optim.kernels.layout import (
 )
 
 __all__ = [
+    "DTYPES",
     "Call",
     "KernelUnavailable",
     "Table",
@@ -56,7 +57,7 @@ __all__ = [
 
 Terms = Sequence[Sequence[float]]  # (p, lam) pairs
 
-_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as in step.c
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # numbered as in step.c
 _FAILURES = {1: "this compiler has no float16", 2: "out of memory"}
 
 
@@ -76,7 +77,7 @@ def why_not(tensor: Tensor) -> str | None:
         return f"a {type(tensor).__name__}"
     if tensor.device.type != "cpu":
         return f"on device {tensor.device.type}"
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in DTYPES:
         return f"of dtype {str(tensor.dtype).removeprefix('torch.')}"
     if not is_plain(tensor) or not is_dense(tensor):
         return "not dense in memory"
@@ -307,13 +308,13 @@ def _call_of(table: Table, powers: array[float], rates: array[float], scales: ar
 
 
 def _table_of_batch(batch: Batch) -> Table:
-    if batch.dtype not in _DTYPES:
-        raise ValueError(f"cannot update a weight of dtype {batch.dtype}; supported: {[*_DTYPES]}")
+    if batch.dtype not in DTYPES:
+        raise ValueError(f"cannot update a weight of dtype {batch.dtype}; supported: {[*DTYPES]}")
     sizes = array("q", batch.sizes)
     data = array("Q", [tensor.data_ptr() for stream in batch.streams for tensor in stream])
     if 0 in data and any(not d and batch.sizes[i % len(sizes)] for i, d in enumerate(data)):
         raise ValueError("a weight, its gradient or its state has no memory (freed, or on meta)")
-    return Table(_DTYPES[batch.dtype], sizes, data)
+    return Table(DTYPES.index(batch.dtype), sizes, data)
 
 
 @functools.cache

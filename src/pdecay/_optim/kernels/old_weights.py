@@ -20,7 +20,6 @@ from torch.autograd.graph import increment_version
 from pdecay._optim.kernels import native
 from pdecay._optim.kernels.layout import are_plain
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # as in step.c
 _LINE = 64  # bytes; each copy starts with a new line of the cache
 
 
@@ -70,8 +69,8 @@ class OldWeights:
         for weight, size, address in zip(
             self._weights, sizes, self._data[len(sizes) :], strict=True
         ):
-            own = self._memory[address - start :][: size * _DTYPES[dtype].itemsize]
-            found.append(own.view(_DTYPES[dtype]).view(weight.shape))
+            own = self._memory[address - start :][: size * native.DTYPES[dtype].itemsize]
+            found.append(own.view(native.DTYPES[dtype]).view(weight.shape))
         return found
 
     def _set_weights(self, weights: list[Tensor]) -> None:
@@ -103,7 +102,7 @@ class OldWeights:
         offsets, end = [], 0
         for size in self._sizes:
             offsets.append(end)
-            end += -(-size * _DTYPES[dtype].itemsize // _LINE) * _LINE
+            end += -(-size * native.DTYPES[dtype].itemsize // _LINE) * _LINE
         if self._memory.numel() < end:
             self._memory = torch.empty(end, dtype=torch.uint8, device="cpu")
         start = self._memory.data_ptr()
