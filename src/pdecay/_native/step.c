@@ -3,11 +3,11 @@
  *
  *   w <- w_tilde / (1 + sum_k c_k |w_old|^(p_k - 2)),   c_k = lr * lam_k
  *
- * A stream is the array of all weights, of all gradients, or of one kind of optimizer state. Tensors are split
- * into chunks of similar size, which are scheduled dynamically, so that one slow thread does not delay the others.
- * Chunks are split into blocks that fit into the L1 cache. decay.h computes the factor, update.h the updates,
- * fastpow.h the power. Half-precision blocks are converted to float and back. The loops are plain C that compilers
- * vectorise; build.py explains the compiler flags.
+ * A stream is the array of all weights, of all gradients, or of one kind of optimizer state. Each thread takes a part
+ * of each tensor, the same as in torch's own loops: weights and state stay in the cache of one core. Parts are split into
+ * blocks that fit into the L1 cache. decay.h computes the factor, update.h the updates, fastpow.h the power.
+ * Half-precision blocks are converted to float and back. The loops are plain C that compilers vectorise; build.py
+ * explains the compiler flags.
  *
  * The only caller, native.py, checks devices, dtypes and layouts.
  */
@@ -23,6 +23,8 @@
 
 enum { STREAMS = 5, BLOCK = 1024 };                /* 1024 weights: 4 kB a stream in float */
 enum { FEW = 1 << 14 };                            /* weights that one thread updates alone */
+enum { RUN = 64 * BLOCK };                         /* weights in order; backwards passes go from run to run */
+enum { CACHE_LINE = 64 };                          /* bytes */
 enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };      /* as in native.py */
 enum { DONE, BAD_DTYPE, NO_MEMORY };
 enum { WEIGHT_ITSELF, LENGTH, SQUARED_LENGTH };       /* see update.h */
@@ -137,6 +139,8 @@ typedef struct {
     const decay_f64 *decay_f64;
 } job;
 
+static int64_t width_of(int dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
+
 /* ---- the weights from `begin` to `end` of one tensor ---- */
 
 static void run_f32(const job *job, int64_t tensor, int64_t begin, int64_t end)
@@ -185,7 +189,7 @@ static void run_copy(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
     const call *call = job->call;
     const int larger_than_cache = *(const int *)job->settings;
-    const size_t width = call->dtype == FLOAT64 ? 8 : call->dtype == FLOAT32 ? 4 : 2;
+    const size_t width = (size_t)width_of(call->dtype);
     const char *from = (const char *)call->data[WEIGHT * call->tensors + tensor] + (size_t)begin * width;
     char *to = (char *)call->data[OLD_WEIGHT * call->tensors + tensor] + (size_t)begin * width;
     if (larger_than_cache) stream(to, from, (size_t)(end - begin) * width);
@@ -201,13 +205,7 @@ static int64_t total_size(const call *call)
     return total;
 }
 
-static int64_t chunk_size(const call *call)
-{
-    int64_t chunk = total_size(call) / (16 * call->threads) / BLOCK * BLOCK;
-    return chunk < 4 * BLOCK ? 4 * BLOCK : chunk > 512 * BLOCK ? 512 * BLOCK : chunk;
-}
-
-static void run_chunk(const job *job, int64_t tensor, int64_t begin, int64_t end)
+static void run_weights(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
     if (job->written == 1u << OLD_WEIGHT) {
         run_copy(job, tensor, begin, end);
@@ -222,42 +220,44 @@ static void run_chunk(const job *job, int64_t tensor, int64_t begin, int64_t end
     leave_flush(before);
 }
 
-static void run_chunks(const job *job, int64_t chunk, const int64_t *chunks_before)
+/* Run one thread's part of a tensor. The parts are those of at::parallel_for over the cache lines. With others, about half
+ * of the weights would be in another core's cache, and a step of torch between two passes takes up to four times as
+ * long if the cores share no cache. */
+static void run_part(const job *job, int64_t tensor, int64_t thread)
 {
-    const call *call = job->call;
-    const int64_t chunks = chunks_before[call->tensors];
-    /* Many small tensors: starting the threads would take longer, many times so if the other cores are busy. */
-    const int parallel = call->threads > 1 && chunks > 1 && total_size(call) >= FEW;
-    #pragma omp parallel for schedule(dynamic) num_threads(call->threads) if (parallel)
-    for (int64_t k = 0; k < chunks; k++) {
-        const int64_t c = job->backwards ? chunks - 1 - k : k;
-        int64_t low = 0, high = call->tensors;            /* bisect for the tensor that contains chunk c */
-        while (high - low > 1) {
-            int64_t middle = (low + high) / 2;
-            if (chunks_before[middle] <= c) low = middle;
-            else high = middle;
-        }
-        int64_t begin = (c - chunks_before[low]) * chunk, end = begin + chunk;
-        run_chunk(job, low, begin, end < call->sizes[low] ? end : call->sizes[low]);
-    }
+    const int64_t size = job->call->sizes[tensor], threads = job->call->threads;
+    const int64_t line = CACHE_LINE / width_of(job->call->dtype), lines = (size + line - 1) / line;
+    const int64_t part = (lines + threads - 1) / threads * line, begin = thread * part;
+    const int64_t end = begin + part < size ? begin + part : size;
+    if (begin >= end) return;
+    if (!job->backwards) run_weights(job, tensor, begin, end);
+    else for (int64_t at = begin + (end - begin - 1) / RUN * RUN; at >= begin; at -= RUN)
+        run_weights(job, tensor, at, at + RUN < end ? at + RUN : end);
+}
+
+static void run_parts(const job *job)
+{
+    const int64_t tensors = job->call->tensors, threads = job->call->threads;
+    /* Few weights: starting the threads would take longer, many times so if the other cores are busy. */
+    #pragma omp parallel for schedule(static, 1) num_threads(threads) if (threads > 1 && total_size(job->call) >= FEW)
+    for (int64_t thread = 0; thread < threads; thread++)
+        for (int64_t i = 0; i < tensors; i++) run_part(job, job->backwards ? tensors - 1 - i : i, thread);
 }
 
 /* Plan one decay for each distinct scale, and run the job. */
 static int run(job job)
 {
     const call *call = job.call;
-    const int64_t tensors = call->tensors, terms = call->terms, chunk = chunk_size(call);
+    const int64_t tensors = call->tensors, terms = call->terms;
     if (call->dtype < FLOAT32 || call->dtype > FLOAT16) return BAD_DTYPE;
 #ifndef __FLT16_MAX__
     if (call->dtype == FLOAT16) return BAD_DTYPE;
 #endif
     int64_t plans = 0;
-    int64_t *plan_of = malloc((size_t)(2 * tensors + 1) * sizeof *plan_of), *chunks_before = plan_of + tensors;
+    int64_t *plan_of = malloc((size_t)(tensors + 1) * sizeof *plan_of);
     double *scales = malloc((size_t)(tensors + 1) * sizeof *scales);
     if (!plan_of || !scales) goto no_memory;
-    chunks_before[0] = 0;
     for (int64_t i = 0; i < tensors; i++) {
-        chunks_before[i + 1] = chunks_before[i] + (call->sizes[i] + chunk - 1) / chunk;
         int64_t plan = 0;
         while (plan < plans && scales[plan] != call->scales[i]) plan++;
         if (plan == plans) scales[plans++] = call->scales[i];
@@ -271,7 +271,7 @@ static int run(job job)
         job.decay_f32 = decays = plan_decays_f32(terms, call->p, call->c, plans, scales, job.traits);
     }
     if (!decays) goto no_memory;
-    run_chunks(&job, chunk, chunks_before);
+    run_parts(&job);
     free(decays);
     free(scales);
     free(plan_of);
