@@ -88,20 +88,31 @@ def test_lists_of_mixed_dtypes_and_many_sizes():
         torch.testing.assert_close(weight, value)
 
 
-def test_result_does_not_depend_on_thread_count():
+# With five threads, the parts of the last size end within a vector.
+@pytest.mark.parametrize("size", [17, 120_000, 100_003])
+@pytest.mark.parametrize("terms", [[(0.8, 1.0)], [(0.5, 1.0)], [(0.8, 1.0), (1.3, 1.0)]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_result_does_not_depend_on_thread_count(size, terms, dtype):
     threads = torch.get_num_threads()
     results = []
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
             torch.manual_seed(0)
-            tensors = [torch.randn(300, 400) for _ in range(3)] + [torch.rand(300, 400)]
-            _adam_once(*tensors)
-            results.append(tensors[0])
+            weights = [torch.randn(300), torch.randn(size)]
+            weights, olds = (
+                [w.to(dtype) for w in ws] for ws in (weights, [w * 2 for w in weights])
+            )
+            native.decay_(weights, olds, terms=terms, rate=0.1)
+            grads, averages, squares = ([w.abs() * 0.1 for w in weights] for _ in range(3))
+            steps = [torch.tensor(3.0) for _ in weights]
+            settings = {"terms": terms, "lr": 1e-2} | ADAM
+            native.adam_(weights, grads, averages, squares, [], steps, **settings)
+            results.append(weights)
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
 
 
 @pytest.mark.parametrize("name", ["0.8", "1", "elastic", "four"])
