@@ -7,7 +7,7 @@ import torch
 
 import pdecay
 from pdecay import Lp, PAdam
-from pdecay._sparsity import passes
+from pdecay._optim.kernels.old_weights import OldWeights
 from pdecay._sparsity.scaled_updates import ScaledUpdates, mean_power, scale_update_
 
 
@@ -35,15 +35,34 @@ def test_scale_update_equals_the_literal_equation(dtype, power):
     assert (weight[1::5] == 0).all()
 
 
-def test_c_equals_torch(monkeypatch):
+def test_c_equals_torch():
     torch.manual_seed(1)
-    old = torch.randn(100_001) * torch.logspace(-12, 2, 100_001)
-    weight = old + torch.randn_like(old) * 1e-3
-    in_c, in_torch = weight.clone(), weight.clone()
-    scale_update_(in_c, old, 0.5, 0.3)
-    monkeypatch.setattr(passes, "supports", lambda *tensors: False)
-    scale_update_(in_torch, old, 0.5, 0.3)
-    torch.testing.assert_close(in_c, in_torch, rtol=2e-5, atol=1e-9)  # the sum may cancel
+    before = [torch.randn(100_001) * torch.logspace(-12, 2, 100_001), torch.ones(3), torch.randn(7)]
+    after = [w + torch.randn_like(w) * 1e-3 for w in before]
+    after[2][3] = 0
+    means, old, weights = [0.3, 0.0, 0.8], OldWeights(), [w.clone() for w in before]
+    assert old.copy(weights)
+    for weight, new in zip(weights, after, strict=True):
+        weight.copy_(new)
+    assert old.scale_updates_(means, 0.5, 4.0)
+    for i in (0, 2):
+        scale_update_(after[i], before[i], 0.5, means[i])
+        torch.testing.assert_close(weights[i], after[i], rtol=2e-5, atol=1e-9)  # the sum may cancel
+    assert torch.equal(weights[1], after[1])
+    assert weights[2][3] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_target_gives_the_same_without_c(dtype, monkeypatch):
+    def trained():
+        model, optimizer, _ = make(0.5, dtype=dtype)
+        train(model, optimizer, 5, dtype=dtype)
+        return model.weight.detach()
+
+    in_c = trained()
+    monkeypatch.setattr(OldWeights, "copy", lambda *_: False)
+    tolerance = {torch.float32: 1e-5, torch.float64: 0, torch.bfloat16: 0}[dtype]
+    torch.testing.assert_close(in_c, trained(), rtol=tolerance, atol=tolerance / 10)
 
 
 def test_mean_power_counts_nonzero_weights_only():
@@ -58,17 +77,17 @@ def test_mean_power_samples_rows_of_large_tensors():
     assert mean_power(weight, 0.5) == pytest.approx(exact, rel=0.1)
 
 
-def train(model, optimizer, steps, seed=0):
+def train(model, optimizer, steps, seed=0, dtype=torch.float32):
     for step in range(steps):
         torch.manual_seed(seed + step)
-        model(torch.randn(16, 20)).square().mean().backward()
+        model(torch.randn(16, 20).to(dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def make(power, steps=40):
+def make(power, steps=40, dtype=torch.float32):
     torch.manual_seed(0)
-    model = torch.nn.Linear(20, 30)
+    model = torch.nn.Linear(20, 30, dtype=dtype)
     optimizer = PAdam(model.parameters(), 1e-2, decay=Lp(0.8, 1e-2))
     return model, optimizer, pdecay.SparsityTarget(optimizer, 0.9, steps, update_power=power)
 

@@ -1,4 +1,4 @@
-/* Passes over weights for pdecay/_sparsity: scores, histograms of bit patterns, zeroing, scaled updates.
+/* Passes over weights for pdecay/_sparsity: scores, histograms of bit patterns, zeroing.
  *
  * All arrays are contiguous float32. The bits of a non-negative float, read as an integer, grow with the number.
  */
@@ -6,8 +6,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include "fastpow.h"
 
 enum { CHUNK = 1 << 16, BLOCK = 4096, GROUP = 16 };      /* a block of scores fits into the L1 cache */
 
@@ -179,21 +177,4 @@ int64_t pdecay_zero(float *w, const float *scores, const float *v, float smalles
         }
     }
     return set;
-}
-
-/* Replace the update from `old` to w by one that is scaled by |old|^power / mean, at most `largest`. Zeros stay 0. */
-void pdecay_scale_update(float *restrict w, const float *restrict old, int64_t n, double power, double mean,
-                         float largest, int threads)
-{
-    const fitted_f32 scale_of = fit_power_f32(power, 1 / mean);
-    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > CHUNK)
-    for (int64_t begin = 0; begin < n; begin += BLOCK) {
-        const int64_t end = n - begin < BLOCK ? n : begin + BLOCK;
-        for (int64_t i = begin; i < end; i++) {
-            float scale = fitted_power_f32(scale_of, old[i]);
-            scale = scale < largest ? scale : largest;
-            float scaled = old[i] + scale * (w[i] - old[i]);
-            w[i] = w[i] == 0 ? w[i] : scaled;
-        }
-    }
 }

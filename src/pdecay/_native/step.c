@@ -110,6 +110,25 @@ static void stream(void *to, const void *from, size_t bytes)
 #include "decay.h"
 #include "update.h"
 
+/* The scale of a tensor's updates: a power of the old weight, at most `largest`. */
+typedef struct { fitted_f32 power; float largest; } update_scale;
+
+/* `tensor[0]`: the index of the tensor's scale; -1 for none. */
+static void scale_update(const void *settings, const decay_f32 *decay, const double *tensor, block_f32 block)
+{
+    (void)decay;
+    if (tensor[0] < 0) return;
+    const update_scale by = ((const update_scale *)settings)[(int64_t)tensor[0]];
+    float *restrict w = block.stream[WEIGHT];
+    const float *restrict old = block.stream[OLD_WEIGHT];
+    for (int64_t i = 0; i < block.n; i++) {
+        float scale = fitted_power_f32(by.power, old[i]);
+        scale = scale < by.largest ? scale : by.largest;
+        float scaled = old[i] + scale * (w[i] - old[i]);
+        w[i] = w[i] == 0 ? w[i] : scaled;
+    }
+}
+
 #include "half.h"
 #include "table.h"
 
@@ -349,6 +368,29 @@ int pdecay_decay(const call *call)
         .call = call, .streams = 2, .written = 1u << WEIGHT, .traits = FLUSHES, .backwards = 1,
         .update_f32 = decay_only_f32, .update_f64 = decay_only_f64,
     });
+}
+
+/* Replace the updates from the old weights by ones that are scaled by |old|^power / mean of their tensor, at most `largest`,
+ * after pdecay_copy. Zeros stay 0, and tensors with a mean of 0 stay as they are. Only for float. */
+int pdecay_scale_updates(const call *call, const double *means, double power, double largest)
+{
+    if (call->dtype != FLOAT32) return BAD_DTYPE;
+    update_scale *scales = malloc((size_t)(call->tensors + 1) * sizeof *scales);
+    double *scalars = malloc((2 * (size_t)call->tensors + 1) * sizeof *scalars);
+    int status = NO_MEMORY;
+    if (scales && scalars) {
+        for (int64_t i = 0; i < call->tensors; i++) {
+            if (means[i]) scales[i] = (update_scale){ fit_power_f32(power, 1 / means[i]), (float)largest };
+            scalars[2 * i] = means[i] ? (double)i : -1;
+        }
+        status = run((job){
+            .call = call, .streams = 2, .written = 1u << WEIGHT, .backwards = 1,
+            .scalars = scalars, .settings = scales, .update_f32 = scale_update,
+        });
+    }
+    free(scales);
+    free(scalars);
+    return status;
 }
 
 /* |x|^q, for the tests of its accuracy. */

@@ -97,13 +97,6 @@ def zero_(
     return equal
 
 
-def scale_update_(weight: Tensor, old: Tensor, power: float, mean: float, largest: float) -> None:
-    """Scale the update from `old` to `weight` by ``|old|^power / mean``, at most `largest`."""
-    where = (weight.data_ptr(), old.data_ptr(), weight.numel())
-    _call("pdecay_scale_update", *where, power, mean, largest, torch.get_num_threads())
-    increment_version([weight])
-
-
 def _second(squares: Tensor | None) -> tuple[int | None, float]:
     return None if squares is None else squares.data_ptr(), SMALLEST_SQUARE
 
@@ -115,18 +108,17 @@ def _library() -> ctypes.CDLL | None:
     except KernelUnavailable:
         return None  # torch's own operations give the same result
     kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32}
-    kinds |= {"f": ctypes.c_float, "d": ctypes.c_double}
+    kinds["f"] = ctypes.c_float
     signatures = {
         "scores": "pppnfi",
         "histogram": "ppfnnuiipi",
         "between": "ppfnuupnppi",
         "zero": "pppfnuni",
-        "scale_update": "ppnddfi",
     }
     for name, letters in signatures.items():
         getattr(library, f"pdecay_{name}").argtypes = [kinds[letter] for letter in letters]
     library.pdecay_zero.restype = ctypes.c_int64
-    for name in ("between", "scores", "scale_update"):
+    for name in ("between", "scores"):
         getattr(library, f"pdecay_{name}").restype = None
     return library
 

@@ -25,13 +25,16 @@ from torch.optim import Optimizer
 
 from pdecay._core.validation import check_number
 from pdecay._optim.engine import Copies
-from pdecay._sparsity import passes
+from pdecay._optim.kernels.old_weights import OldWeights
+from pdecay._optim.kernels.selection import may_use_c
 from pdecay._sparsity.pools import steered
 from pdecay._sparsity.probing import sample_rows
 from pdecay._sparsity.shards import local_part, sum_over_ranks_
 
 _LARGEST = 4.0  # bounds the update of the largest weights
 _ROWS = 128  # rows of each tensor that the mean is computed from
+# The weights on this rank, their values before the update, and the means of their tensors.
+_Before = tuple[list[Tensor], "OldWeights | list[Tensor]", list[float]]
 
 
 class ScaledUpdates:
@@ -45,11 +48,13 @@ class ScaledUpdates:
         if check_number("update_power", power) > 1:
             raise ValueError(f"update_power must be from 0 to 1, got {power!r}")
         self.power = power
-        self._copies: dict[Optimizer, Copies] = {}
-        self._before: dict[Optimizer, list[tuple[Tensor, Tensor, float]]] = {}
+        self._old: dict[Optimizer, OldWeights] = {}
+        self._copies: dict[Optimizer, Copies] = {}  # where C cannot copy
+        self._before: dict[Optimizer, _Before] = {}
 
     def clear(self) -> None:
         """Free the copies of the weights."""
+        self._old.clear()
         self._copies.clear()
         self._before.clear()
 
@@ -66,8 +71,13 @@ class ScaledUpdates:
                 params.append(param)
                 means.append(known[i])
             group["target_means"] = known  # a new list: state_dict() shares the old one
-        copies = self._copies.setdefault(optimizer, Copies()).of(params)
-        self._before[optimizer] = list(zip(params, copies, means, strict=True))
+        local = [local_part(param) for param in params]
+        old = self._old.setdefault(optimizer, OldWeights())
+        if may_use_c(None) and old.copy(local):
+            self._before[optimizer] = (local, old, means)
+        else:
+            copies = self._copies.setdefault(optimizer, Copies()).of(params)
+            self._before[optimizer] = (local, [local_part(copy) for copy in copies], means)
 
     def skip_step(self, optimizer: Optimizer) -> None:
         """Forget that the weights were copied."""
@@ -75,9 +85,14 @@ class ScaledUpdates:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Scale the update, if the weights were copied before it."""
-        for weight, old, mean in self._before.pop(optimizer, []):
+        params, old, means = self._before.pop(optimizer, ([], [], []))
+        if isinstance(old, OldWeights):
+            if old.scale_updates_(means, self.power, _LARGEST):
+                return
+            old = old.tensors()
+        for weight, copy, mean in zip(params, old, means, strict=True):
             if mean:
-                scale_update_(local_part(weight), local_part(old), self.power, mean)
+                scale_update_(weight, copy, self.power, mean)
 
 
 @torch.no_grad()
@@ -90,9 +105,6 @@ def scale_update_(weight: Tensor, old: Tensor, power: float, mean: float) -> Non
         >>> w
         tensor([1.5000, 0.3750, 0.0000])
     """
-    if passes.supports(weight, old):
-        passes.scale_update_(weight, old, power, mean, _LARGEST)
-        return
     magnitude = old.abs()
     if magnitude.dtype != torch.float64:
         magnitude = magnitude.float()  # half precision is rounded once, at the end

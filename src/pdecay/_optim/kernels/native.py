@@ -323,6 +323,7 @@ def c_library() -> ctypes.CDLL:
     library = load("step")
     types = {"d": ctypes.c_double, "i": ctypes.c_int, "p": ctypes.c_void_p}
     types_of = {"adam": "ppidddddiid", "sgd": "ppdddidi", "decay": "p", "copy": "p"}
+    types_of["scale_updates"] = "ppdd"
     for name, arguments in types_of.items():
         function = getattr(library, f"pdecay_{name}")
         function.argtypes = [types[letter] for letter in arguments]

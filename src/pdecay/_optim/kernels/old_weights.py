@@ -1,9 +1,10 @@
 """The decay around an update by other code, such as torch's own, in two passes in C.
 
 The first pass copies the weights before the update. The second one, after it, multiplies them by
-the factors of the copies. After an update, the caches are full of weights and state, and each line
-of Python takes many times as long as usual. What does not change between steps is therefore kept
-ready for C: all arguments but the addresses of the weights, which are read before each pass.
+the factors of the copies, or scales the update. After an update, the caches are full of weights and
+state, and each line of Python takes many times as long as usual. What does not change between steps
+is therefore kept ready for C: all arguments but the addresses of the weights, which are read before
+each pass.
 """
 
 from __future__ import annotations
@@ -60,6 +61,23 @@ class OldWeights:
         call.p, call.c = powers.buffer_info()[0], rates.buffer_info()[0]
         native.check_status(native.c_library().pdecay_decay(self._reference))
         increment_version(self._weights)  # as every in-place operation does
+        return True
+
+    def scale_updates_(self, means: Sequence[float], power: float, largest: float) -> bool:
+        """Scale the updates since :meth:`copy` by ``|old|^power / mean``, at most `largest`.
+
+        Zeros stay zero, and tensors with a mean of 0 keep their update. Return False, and change
+        nothing, if the weights are not float32, or as in :meth:`decay_`.
+        """
+        dtype = self._read()
+        if self._layout != (dtype, self._sizes) or native.DTYPES[dtype] != torch.float32:
+            return False
+        given = array("d", means)
+        self._call.terms, self._call.threads = 0, torch.get_num_threads()
+        address = given.buffer_info()[0]
+        scale = native.c_library().pdecay_scale_updates
+        native.check_status(scale(self._reference, address, power, largest))
+        increment_version(self._weights)
         return True
 
     def tensors(self) -> list[Tensor]:
