@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pdecay._core.tensors import is_tracing
 from pdecay._optim.kernels.layout import PLAIN
@@ -26,7 +27,11 @@ def cache_parts(streams: Sequence[list[Any]]) -> Iterator[tuple[list[int], list[
     Weights on other devices are not divided: there, each part would take more kernel launches.
     """
     weights = streams[0]
-    if is_tracing() or not all(type(weight) in PLAIN and weight.is_cpu for weight in weights):
+    if (
+        is_tracing()
+        or not all(type(weight) in PLAIN and weight.is_cpu for weight in weights)
+        or sum(map(Tensor.numel, weights)) <= IN_CACHE
+    ):
         yield [*range(len(weights))], [*streams]
         return
     indices: list[int] = []

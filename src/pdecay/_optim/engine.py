@@ -15,6 +15,7 @@ long as the whole of Adam's update.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,7 @@ from pdecay._core.group_settings import Group, penalty_of, scales_of
 from pdecay._core.penalty import Penalty
 from pdecay._core.tensors import TensorList, is_tracing
 from pdecay._core.validation import check_number
-from pdecay._optim.cache_parts import cache_parts
+from pdecay._optim.cache_parts import IN_CACHE, cache_parts
 from pdecay._optim.kernels import native
 from pdecay._optim.kernels.layout import PLAIN
 from pdecay._optim.kernels.old_weights import OldWeights
@@ -40,6 +41,17 @@ from pdecay._optim.kernels.selection import kernels_for, may_use_c, table_for
 Rate = float | Tensor
 State = dict[Tensor, dict[str, Any]]
 T = TypeVar("T")
+
+
+class _Scratch(threading.local):
+    """The memory of foreach's copies, kept for the next part and step: allocating takes longer."""
+
+    def __init__(self) -> None:
+        self.old = OldWeights()
+
+
+_scratch = _Scratch()
+_KEPT = 8 * IN_CACHE  # bytes: one part in float64
 
 
 def update_and_decay_(
@@ -109,6 +121,9 @@ class DecayBatch:
             yield self, streams
             return
         for places, own in cache_parts(streams):
+            if own[0] is streams[0]:  # the only part
+                yield self, own
+                return
             indices = [self.indices[place] for place in places]
             options = {
                 key: [values[place] for place in places] for key, values in self.options.items()
@@ -141,13 +156,14 @@ class DecayBatch:
             factors = self.factors(self.params if lengths is None else lengths)
             return partial(multiply_, self.params, factors, foreach=self.foreach)
         options = {"terms": self.terms, "rate": float(self.rate), **self.options}
-        old = OldWeights()
+        old = _scratch.old
         if lengths is None and old.copy(self.params):
 
             def decay() -> None:
                 # torch updates in place; code that replaced the weights' memory needs the fallback.
                 if not old.decay_(**options):
                     native.decay_(self.params, old.tensors(), **options)
+                old.forget(keep=_KEPT)
 
             return decay
         olds = lengths or [param.detach().clone() for param in self.params]

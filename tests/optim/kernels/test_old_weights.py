@@ -1,8 +1,13 @@
 """The two passes in C around an update by other code."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
+import pdecay
+from pdecay._optim import engine
 from pdecay._optim.kernels import native
 from pdecay._optim.kernels.old_weights import OldWeights
 
@@ -52,6 +57,37 @@ def test_memory_is_kept_for_other_weights_of_at_most_its_size():
         assert all(map(torch.equal, old.tensors(), params))
         memory.add(old._memory.data_ptr())
     assert len(memory) == 1
+
+
+def test_forget_keeps_small_memory_and_no_weights():
+    old = OldWeights()
+    for keep, kept in ((4096, True), (4095, False)):
+        params = weights(torch.float32, [1024])
+        alive = weakref.ref(params[0])
+        assert old.copy(params)
+        memory = old._memory.data_ptr()
+        del params
+        assert alive() is not None
+        old.forget(keep)
+        assert alive() is None
+        assert (old._memory.data_ptr() == memory) == kept
+
+
+def test_foreach_keeps_its_memory_between_steps_and_no_weights():
+    memory = set()
+    for _ in range(2):
+        params = weights(torch.float32, [1000, 50])
+        for param in params:
+            param.grad = param.clone()
+        optimizer = pdecay.PAdam(params, foreach=True)
+        optimizer.step()
+        memory.add(engine._scratch.old._memory.data_ptr())
+        alive = weakref.ref(params[0])
+        del params, param, optimizer
+        gc.collect()
+        assert alive() is None
+    assert len(memory) == 1
+    assert 0 not in memory
 
 
 def test_replaced_data_is_read_again():

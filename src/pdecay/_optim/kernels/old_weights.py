@@ -91,6 +91,12 @@ class OldWeights:
             found.append(own.view(native.DTYPES[dtype]).view(weight.shape))
         return found
 
+    def forget(self, keep: int) -> None:
+        """Drop the weights, and the memory of the copies if it has more than `keep` bytes."""
+        self._set_weights([])
+        if self._memory.numel() > keep:
+            self._memory = self._memory.new_empty(0)
+
     def _set_weights(self, weights: list[Tensor]) -> None:
         count = len(weights)
         self._weights = [*weights]  # references, so that the addresses of the objects stay valid
