@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,3 +186,19 @@ def test_errors_name_the_cure(tmp_path):
     with pytest.warns(UserWarning, match="would initialise the model at random"):
         pdecay.save(make_model(), tmp_path / "model.safetensors")
     assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_failed_save_keeps_the_old_configuration(tmp_path, monkeypatch):
+    model = make_model()
+    pdecay.save(model, tmp_path)
+    before = (tmp_path / "config.json").read_bytes()
+
+    def full_disk(config, folder):
+        Path(folder, "config.json").write_text("{")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(type(model.config), "save_pretrained", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        pdecay.save(model, tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == before
+    assert not list(tmp_path.glob(".*"))

@@ -33,6 +33,22 @@ def test_replacing_keeps_permissions(tmp_path, mode):
     assert pdecay.load(path)["w"].sum() == 3
 
 
+@pytest.mark.parametrize("name", ["a" * 255, "\u00e9" * 127, "\U0001f600" * 63])
+def test_longest_file_names(tmp_path, name):
+    with replacing(tmp_path / name) as file:
+        file.write(b"new")
+    assert (tmp_path / name).read_bytes() == b"new"
+
+
+def test_link_into_a_missing_folder(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "missing" / "file")
+    with (
+        pytest.raises(FileNotFoundError, match=r"create it first: .*missing'$"),
+        replacing(tmp_path / "link"),
+    ):
+        pass
+
+
 def test_unfinished_file_is_as_private_as_the_old_one(tmp_path):
     path = tmp_path / "model"
     path.write_bytes(b"old")

@@ -30,7 +30,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     target = Path(os.path.realpath(path))  # replace the file that a symbolic link points to
     mode = _permissions(target)
     check_folder_of(path)
-    part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}{_UNFINISHED}")
+    # The limit of a file name is in bytes, of which a character takes up to four.
+    part = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}{_UNFINISHED}")
     raw = _RawFile(part, 0o666 if mode is None else mode & 0o600)
     try:
         with io.BufferedWriter(raw) as file:
@@ -51,8 +52,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def check_folder_of(path: Path) -> None:
     """Raise FileNotFoundError if the folder of a file to write does not exist."""
-    if not Path(os.path.realpath(path)).parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "No such folder, create it first", str(path.parent))
+    parent = path.parent
+    if path.is_symlink():
+        parent = Path(os.path.realpath(path)).parent
+    if not parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "No such folder, create it first", str(parent))
 
 
 def check_output_file(path: str | os.PathLike[str], suffixes: Iterable[str]) -> Path:

@@ -87,6 +87,51 @@ def test_model_with_fixed_batch_size(tmp_path):
     assert "the example's batch size only" in str(written)
 
 
+@pytest.mark.parametrize(
+    "doubles", [lambda n: n > 5, lambda n: n != 7, lambda n: n % 2 == 0, lambda n: n != 1]
+)
+def test_branch_on_the_batch_size_fixes_it(tmp_path, doubles):
+    class Branching(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x) if doubles(len(x)) else super().forward(x)
+
+    written = export_onnx(Branching(4, 4), tmp_path / "model.onnx", torch.randn(6, 4))
+    assert not written.free_batch
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    assert session.get_inputs()[0].shape == [6, 4]
+
+
+def test_batch_axis_in_a_frozen_shape(tmp_path):
+    class Remainders(nn.Module):
+        def forward(self, x):
+            return torch.remainder(x, 0.7) + torch.fmod(x, 0.3)
+
+    assert export_onnx(Remainders(), tmp_path / "model.onnx", torch.randn(3, 5)).free_batch
+
+
+def test_models_that_the_exporter_or_the_runtime_rejects(tmp_path):
+    class Sorted(nn.Module):
+        def forward(self, x):
+            return x.sort(stable=True)[0]
+
+    with pytest.raises(ExportError, match=r"torch.onnx.export failed: No ONNX function"):
+        export_onnx(Sorted(), tmp_path / "model.onnx", torch.randn(3, 5))
+    linear = nn.Linear(5, 5).bfloat16()
+    with pytest.raises(ExportError, match="ONNX Runtime cannot load the model"):
+        export_onnx(linear, tmp_path / "model.onnx", torch.randn(3, 5).bfloat16())
+    assert not list(tmp_path.iterdir())
+
+
+def test_replaced_file_keeps_its_permissions_and_links(tmp_path):
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "real").chmod(0o600)
+    (tmp_path / "model.onnx").symlink_to("real")
+    export_onnx(nn.Linear(3, 2), tmp_path / "model.onnx", torch.randn(1, 3))
+    assert (tmp_path / "model.onnx").is_symlink()
+    assert (tmp_path / "real").stat().st_mode & 0o777 == 0o600
+    runtime.InferenceSession(tmp_path / "real")
+
+
 def test_different_outputs_keep_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx, "difference", lambda expected, got: 0.1)
     (tmp_path / "model.onnx").write_bytes(b"old")

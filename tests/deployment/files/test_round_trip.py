@@ -110,7 +110,8 @@ def test_views_are_saved_by_value(path, tensor, dense):
     assert back.is_contiguous()
 
 
-def test_bool_bytes_are_normalized(path):
+@pytest.mark.parametrize("dense", [False, True])
+def test_bool_bytes_are_normalized(path, dense):
     w = torch.tensor([0, 1, 2, 255] * 50, dtype=torch.uint8).view(torch.bool)
-    save({"w": w}, path)
+    save({"w": w}, path, dense=dense)
     assert load(path)["w"].view(torch.uint8).tolist() == [0, 1, 1, 1] * 50

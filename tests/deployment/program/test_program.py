@@ -16,6 +16,7 @@ import pdecay
 from pdecay.deployment.files.programs import PROGRAM
 from pdecay.deployment.layers import kernel as layers_kernel
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer, SparseLinear
+from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.program import SavedModel, capture, restore
 from tests.deployment.networks import NETWORKS, mostly_zero
@@ -219,7 +220,7 @@ def test_malicious_programs_are_rejected():
             restore(_changed(captured.program, names=[name, None]), tensors, 10**6)
     with pytest.raises(ValueError, match="upgrade pdecay"):
         restore(_changed(captured.program, version=2), captured.tensors, 10**6)
-    with pytest.raises(ValueError, match="truncated or too large"):
+    with pytest.raises(ValueError, match="has more than 10 bytes"):
         restore(captured.program, captured.tensors, 10)
     with pytest.raises(ValueError, match="damaged"):
         restore(b"nonsense", captured.tensors, 10**6)
@@ -330,6 +331,34 @@ def test_program_refuses_sizes_that_it_was_not_recorded_for(tmp_path):
         loaded(torch.randn(2, 3, 4))
 
 
+@pytest.mark.parametrize(
+    ("of_length", "refused", "condition"),
+    [
+        (lambda length: 2 if length % 5 else 1, (5, 10), r"\(n1 % 5\) != 0, got n0 = 2, n1 = 5"),
+        (lambda length: 1 if length == 7 else 2, (7,), r"n1 != 7, got n0 = 2, n1 = 7"),
+        (lambda length: 2 if length**2 % 9 == 0 else 1, (1, 2, 5, 7, 10), r"% 9\) == 0, got"),
+        (lambda length: 1 if 8 // length == 4 else 2, (2,), r"4, got n0 = 2, n1 = 2"),
+    ],
+)
+def test_program_refuses_lengths_of_another_branch(tmp_path, of_length, refused, condition):
+    model, x = Averaging(of_length), torch.randn(2, 6, 4)
+    pdecay.save(model, tmp_path / "m.safetensors", example_inputs=x)
+    loaded = pdecay.load(tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match=condition):
+        loaded(torch.randn(2, refused[0], 4))
+    taken = []
+    for length in range(1, 13):
+        other = torch.randn(2, length, 4)
+        try:
+            found = loaded(other)
+        except ValueError:
+            continue
+        torch.testing.assert_close(found, model(other))
+        taken.append(length)
+    assert not set(refused) & set(taken)
+    assert {6, 12} <= set(taken)
+
+
 def test_program_for_one_batch_size_refuses_others(tmp_path):
     model = nn.Sequential(nn.Linear(4, 3), Doubled())
     pdecay.save(model, tmp_path / "m.safetensors", example_inputs=torch.randn(8, 4))
@@ -357,12 +386,59 @@ def test_tensors_with_a_common_size_must_agree(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "sizes", [3, {}, {"shapes": [["n0"]], "ranges": {}}, {"shapes": [3], "ranges": {"n0": [0]}}]
+    "sizes",
+    [
+        3,
+        {},
+        {"shapes": [["n0"]], "ranges": {}},
+        {"shapes": [3], "ranges": {"n0": [0]}},
+        {"shapes": [["n0", 4]], "ranges": {"n0": [0, None]}, "conditions": [["**", "n0", 9]]},
+        {"shapes": [["n0", 4]], "ranges": {"n0": [0, None]}, "conditions": [["<", "n1", 9]]},
+        {"shapes": [["n0", 4]], "ranges": {"n0": [0, None]}, "conditions": 3},
+    ],
 )
 def test_damaged_sizes_are_rejected(sizes):
     captured = capture(nn.Linear(4, 2), Inputs.of(torch.randn(2, 4)))
     with pytest.raises(ValueError, match="the program is damaged"):
         restore(_changed(captured.program, sizes=sizes), captured.tensors, 10**6)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        3,
+        {"tensor": 1},
+        {"tensor": "0"},
+        {"dict": [3]},
+        {"list": {"a": 3}},
+        {"other": 3},
+        {"value": []},
+        {"list": [{"tensor": 0}]},
+        {"list": [{"list": []}, {"dict": {}}]},
+    ],
+)
+def test_damaged_structures_are_rejected(structure):
+    captured = capture(nn.Linear(4, 2), Inputs.of(torch.randn(2, 4)))
+    with pytest.raises(ValueError, match="the program is damaged"):
+        restore(_changed(captured.program, inputs=structure), captured.tensors, 10**6)
+    if "list" not in str(structure) or "a" in str(structure):
+        with pytest.raises(ValueError, match="the program is damaged"):
+            restore(_changed(captured.program, outputs=structure), captured.tensors, 10**6)
+
+
+def test_large_programs_are_rejected(tmp_path):
+    text = b'{"version":1,"calls":[' + b"[]," * (1 << 21) + b"[]]}"
+    state = {PROGRAM: torch.frombuffer(bytearray(zlib.compress(text, 9)), dtype=torch.uint8)}
+    assert pdecay.save(state, tmp_path / "m.safetensors").nbytes < 10_000
+    with pytest.raises(pdecay.FileFormatError, match="program has more than 4,194,304 bytes"):
+        pdecay.load(tmp_path / "m.safetensors")
+
+
+def test_models_with_large_programs_are_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr("pdecay.deployment.files.programs._MAX_PROGRAM", 300)
+    with pytest.raises(ExportError, match=r"the program has .* bytes, more than 300"):
+        pdecay.save(nn.Linear(4, 2), tmp_path / "m", example_inputs=torch.randn(2, 4))
+    assert not list(tmp_path.iterdir())
 
 
 def test_damaged_program_in_a_file(tmp_path):

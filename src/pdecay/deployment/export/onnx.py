@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdecay._utils.files import check_folder_of, check_output_file
+from pdecay._utils.errors import one_line, root_cause
+from pdecay._utils.files import check_folder_of, check_output_file, replacing
 from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import difference, outputs
-from pdecay.deployment.model.program import exported, quiet
+from pdecay.deployment.model.program import Free, Program, exported, quiet
 from pdecay.deployment.model.state import evaluating
+from pdecay.deployment.program.sizes import takes_any_size
 
 TOLERANCE = 1e-4  # relative to the largest element of an output
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -76,27 +80,54 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
     inputs = Inputs.of(example_inputs)
     target = check_output_file(path, (".onnx",))
     check_folder_of(target)
-    program = exported(model, inputs)
-    with quiet():
-        onnx_program: Any = torch.onnx.export(program.exported, dynamo=True, verbose=False)
-    _clean(onnx_program.model)
-    examples = [inputs, *([inputs.repeated()] if program.free_batch else [])]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".onnx-") as folder:
         # A large model is written as two files, and the first refers to the second by name. The
         # temporary files therefore have their final names.
-        onnx_program.save(Path(folder, target.name))
-        with evaluating(model):
-            error = max(_difference(model, one, Path(folder, target.name)) for one in examples)
-        if error > TOLERANCE:
-            raise ExportError(
-                f"the outputs of ONNX Runtime and torch differ by {error:.1e} of the largest "
-                f"element, more than {TOLERANCE:g}: {target} was not written"
-            )
+        temporary = Path(folder, target.name)
+        try:
+            program, error = _write(model, temporary, inputs, "batch")
+        except ExportError:  # an ONNX file cannot check its sizes: only the example's is allowed
+            program, error = _write(model, temporary, inputs, "none")
         files = sorted(Path(folder).iterdir(), key=lambda file: file.name == target.name)
         nbytes = sum(file.stat().st_size for file in files)
         for file in files:  # the weight file first, so that the model never refers to a missing one
-            os.replace(file, target.with_name(file.name))
+            with replacing(target.with_name(file.name)) as copy, open(file, "rb") as written:
+                shutil.copyfileobj(written, copy)
     return OnnxFile(target, nbytes, program.free_batch, error)
+
+
+class _ModelError(ExportError):
+    """The model itself does not take the inputs."""
+
+
+def _write(model: nn.Module, path: Path, inputs: Inputs, free: Free) -> tuple[Program, float]:
+    """Write a file; return the program, and the difference of the outputs of ONNX Runtime.
+
+    Raises:
+        ExportError: if the export fails or outputs differ. With a free batch, also if the model's
+            code takes another branch for some batch sizes.
+    """
+    program = exported(model, inputs, free)
+    if free != "none" and not takes_any_size(program.exported):
+        raise ExportError("the code of the model depends on the batch size")
+    try:
+        with quiet():
+            onnx_program: Any = torch.onnx.export(program.exported, dynamo=True, verbose=False)
+    except Exception as error:
+        raise ExportError(f"torch.onnx.export failed: {root_cause(error)[:200]}") from error
+    _clean(onnx_program.model)
+    onnx_program.save(path)
+    with evaluating(model):
+        worst = _difference(model, inputs, path)
+        for other in inputs.other_batches() if program.free_batch else ():
+            with contextlib.suppress(_ModelError):
+                worst = max(worst, _difference(model, other, path))
+    if worst > TOLERANCE:
+        raise ExportError(
+            f"the outputs of ONNX Runtime and torch differ by {worst:.1e} of the largest "
+            f"element, more than {TOLERANCE:g}: nothing was written"
+        )
+    return program, worst
 
 
 def check_installed() -> None:
@@ -118,9 +149,12 @@ def _clean(model: Any) -> None:
         node.metadata_props.clear()
     for value in values:
         value.metadata_props.clear()
-        for axis, dim in enumerate(value.shape or ()):
-            if {dim} == symbols:
-                value.shape[axis] = "batch"
+        if value.shape is not None and symbols & set(value.shape):
+            shape = value.shape.copy()  # some shapes are frozen
+            for axis, dim in enumerate(shape):
+                if {dim} == symbols:
+                    shape[axis] = "batch"
+            value.shape = shape
     graph.metadata_props.clear()
     model.metadata_props.clear()
 
@@ -128,9 +162,15 @@ def _clean(model: Any) -> None:
 def _difference(model: nn.Module, inputs: Inputs, path: Path) -> float:
     """Run a file in ONNX Runtime and return its difference from the model's outputs."""
     runtime: Any = importlib.import_module("onnxruntime")  # it has no type annotations
-    expected = outputs(model, inputs)
+    try:
+        expected = outputs(model, inputs)
+    except Exception as error:
+        raise _ModelError(f"the model fails: {one_line(error)[:200]}") from error
     given = inputs.tensors
-    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    try:
+        session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ExportError(f"ONNX Runtime cannot load the model: {one_line(error)[:200]}") from error
     names = [one.name for one in session.get_inputs()]
     if len(names) != len(given):
         raise ExportError(
@@ -138,7 +178,10 @@ def _difference(model: nn.Module, inputs: Inputs, path: Path) -> float:
             "remove unused tensors from the example"
         )
     feed = {name: tensor.cpu().numpy() for name, tensor in zip(names, given, strict=True)}
-    got = [torch.from_numpy(array) for array in session.run(None, feed)]
+    try:
+        got = [torch.from_numpy(array) for array in session.run(None, feed)]
+    except Exception as error:
+        raise ExportError(f"ONNX Runtime cannot run the model: {one_line(error)[:200]}") from error
     if len(got) != len(expected):
         raise ExportError(
             f"the ONNX model returns {len(got)} tensors, but the model returns {len(expected)}: "

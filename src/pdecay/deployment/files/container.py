@@ -261,8 +261,9 @@ def _parse_header(header: str, start: int) -> tuple[dict[str, HeaderEntry], dict
     _check_nesting(header)
     fields = parse_json(header)
     metadata = fields.pop("__metadata__", {})
-    if not all(isinstance(value, str) for value in metadata.values()):
-        raise FileFormatError("metadata values are not all strings")
+    is_plain = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    if not is_plain:
+        raise FileFormatError("metadata is not an object of strings")
     entries = {name: _parse_entry(name, value, start) for name, value in fields.items()}
     return entries, metadata
 

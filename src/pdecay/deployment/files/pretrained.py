@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pdecay._core.parameters import has_transposed_weight
+from pdecay._utils.files import replacing
 from pdecay.deployment.layers.base import SparseLayer
 
 SPARSE_WEIGHTS = "model.pdecay.safetensors"
@@ -94,9 +96,14 @@ def write_config(model: Any, folder: Path, attributes: Attributes) -> None:
         setattr(config, CONFIG_KEY, {"attributes": attributes})
     elif hasattr(config, CONFIG_KEY):
         delattr(config, CONFIG_KEY)
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+    # A full disk or a kill must not truncate a configuration that exists.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".config-") as new:
+        config.save_pretrained(new)
+        if model.can_generate():
+            model.generation_config.save_pretrained(new)
+        for path in Path(new).iterdir():
+            with replacing(folder / path.name) as file:
+                file.write(path.read_bytes())
 
 
 def _check_structure(model: nn.Module, fresh: nn.Module, names: set[str]) -> None:

@@ -104,7 +104,7 @@ def write_dense(
         file.write(header_bytes(entries, metadata))
         for _, tensor in tensors:
             for block in _blocks(to_array(tensor)):
-                file.write(block.data)
+                file.write(_plain_bools(block, tensor.dtype).data)
         return stored, file.tell()
 
 
@@ -135,11 +135,14 @@ def _write_values(file: IO[bytes], row: Row, tensor: Tensor) -> None:
             block = np.compress(nonzero, block)  # five times as fast as block[nonzero]
         elif row.dtype.sign:
             block = np.where(nonzero, block, block.dtype.type(0))  # write -0.0 as 0.0
-        if row.dtype.torch == torch.bool:
-            block = (block != 0).view(np.uint8)  # any non-zero byte is True: write 1
-        file.write(block.data)
+        file.write(_plain_bools(block, row.dtype.torch).data)
     if file.tell() - start != row.values_nbytes:
         raise RuntimeError(f"{row.name!r} changed during the save: do not train while saving")
+
+
+def _plain_bools(block: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
+    """Return bools with 1 for True, which may be any non-zero byte in memory."""
+    return (block != 0).view(np.uint8) if dtype == torch.bool else block
 
 
 def _sparse_header(

@@ -100,10 +100,12 @@ class Inputs:
         """
         lengths = {n for tensor in self.tensors for n in tensor.shape if n > 1}
         cropped = [self._map(partial(_crop, length=n)) for n in sorted(lengths)]
-        if not self.has_batch:
-            return cropped
+        return [*(self.other_batches() if self.has_batch else ()), *cropped]
+
+    def other_batches(self) -> list[Self]:
+        """Return inputs with twice the rows and with one row; the tensors need a first axis."""
         single = [self._map(lambda tensor: tensor[:1])] if len(self.tensors[0]) > 1 else []
-        return [self.repeated(), *single, *cropped]
+        return [self.repeated(), *single]
 
     def randomized(self, generator: torch.Generator) -> Self:
         """Return other inputs of the same kind.

@@ -76,6 +76,22 @@ def input_shapes(program: ExportedProgram) -> list[list[int | torch.SymInt]]:
     return [[_plain(size) for size in value.shape] for value in values if isinstance(value, Tensor)]
 
 
+def size_conditions(program: ExportedProgram) -> list[Any]:
+    """Return the conditions on free sizes, as expressions of sympy, that a program relies on.
+
+    torch.export records the branch that the model's code takes for the example. The program does
+    not check by itself that another size would take the same branch.
+    """
+    sizes = [size for shape in input_shapes(program) for size in shape]
+    for size in sizes:
+        if isinstance(size, torch.SymInt):
+            env = size.node.shape_env
+            # Sizes that torch.export found to be fixed or equal are replaced.
+            found = dict.fromkeys(env.replace(guard.expr) for guard in env.guards)
+            return [expression for expression in found if expression.free_symbols]
+    return []
+
+
 def _plain(size: int | torch.SymInt) -> int | torch.SymInt:
     """Return a size that torch.export found to be fixed as an integer."""
     return size if isinstance(size, int) or size.node.expr.free_symbols else int(size)

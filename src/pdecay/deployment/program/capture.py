@@ -33,12 +33,14 @@ class Captured:
 
     Args:
         program: the graph as compressed JSON, for :func:`restore`.
+        program_size: the bytes of the JSON.
         tensors: the parameters, buffers and constants that the graph uses, by name. The weight of a
             sparse layer is dense.
         free_batch: whether the first axis of the inputs may have any size.
     """
 
     program: bytes
+    program_size: int
     tensors: dict[str, Tensor]
     free_batch: bool
 
@@ -116,7 +118,7 @@ def _encoded(
         **graph,
     }
     data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    return Captured(zlib.compress(data, 9), tensors, free_batch)
+    return Captured(zlib.compress(data, 9), len(data), tensors, free_batch)
 
 
 def _plain_graph(graph: fx.Graph) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pdecay.deployment.program.graph import SPARSE_LAYER, decode, find_operator
 from pdecay.deployment.program.operator import make_layer
 from pdecay.deployment.program.operators import check_constants
 from pdecay.deployment.program.sizes import Sizes, check_form, check_sizes
-from pdecay.deployment.program.structure import Structure, assemble, flatten
+from pdecay.deployment.program.structure import Structure, assemble, check_structure, flatten
 
 # Errors of a damaged program, besides ValueError.
 _ERRORS = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, SyntaxError)
@@ -83,10 +83,15 @@ def restore(program: bytes, tensors: Mapping[str, Tensor], max_bytes: int) -> Sa
             )
         graph = _Builder(content, tensors).build()
         free_batch = bool(content["free_batch"])
+        inputs, outputs = content["inputs"], content["outputs"]
+        check_structure(inputs, content["names"].count(None), exact=True)
+        check_structure(outputs, len(content["results"]))
+        if not isinstance(inputs.get("list"), list) or len(inputs["list"]) != 2:
+            raise ValueError("the program is damaged: its inputs are not arguments")
         sizes = content.get("sizes")
         if sizes is not None:
             check_form(sizes)
-        return SavedModel(graph, content["inputs"], content["outputs"], free_batch, sizes)
+        return SavedModel(graph, inputs, outputs, free_batch, sizes)
     except _ERRORS as error:
         raise ValueError(f"the program is damaged: {type(error).__name__}: {error}") from error
 
@@ -94,9 +99,11 @@ def restore(program: bytes, tensors: Mapping[str, Tensor], max_bytes: int) -> Sa
 def _parsed(program: bytes, max_bytes: int) -> dict[str, Any]:
     stream = zlib.decompressobj()
     try:
-        text = stream.decompress(program, max_bytes)
-        if stream.unconsumed_tail or not stream.eof:
-            raise ValueError("the program is truncated or too large")
+        text = stream.decompress(program, max_bytes + 1)
+        if len(text) > max_bytes:
+            raise ValueError(f"the program has more than {max_bytes:,} bytes")
+        if not stream.eof:
+            raise ValueError("the program is truncated")
         content = json.loads(text)
     except (zlib.error, UnicodeDecodeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"the program is damaged: {error}") from None

@@ -3,7 +3,7 @@
 A program is recorded for the sizes of its example, and its numbers may depend on them. Other sizes
 must therefore be refused, except along axes that torch.export found to be free. The sizes of an
 input are a list of integers for fixed sizes and of names for free ones. Axes with the same name
-have the same size. Each name has a range.
+have the same size. Each name has a range, and there may be further conditions.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from pdecay.deployment.model.program import input_shapes
+from pdecay.deployment.model.program import input_shapes, size_conditions
+from pdecay.deployment.program import conditions
 
 Sizes = dict[str, Any]
 _ASSUMED = 2  # torch.export assumes free sizes of at least 2, although 0 and 1 work as well
 
 
 def sizes_of(program: ExportedProgram) -> Sizes:
-    """Return the sizes of a program's inputs; raise TypeError if a size depends on others."""
+    """Return the sizes of a program's inputs; raise TypeError if they cannot be described."""
     names: dict[Any, str] = {}
     shapes = [[_size(size, names) for size in shape] for shape in input_shapes(program)]
     ranges = {}
@@ -31,7 +32,18 @@ def sizes_of(program: ExportedProgram) -> Sizes:
         low, high = int(limits.lower), limits.upper
         is_bound = high.is_Integer and int(high) < torch.iinfo(torch.int64).max
         ranges[name] = [low if low > _ASSUMED else 0, int(high) if is_bound else None]
-    return {"shapes": shapes, "ranges": ranges}
+    found = [conditions.encode(one, names) for one in size_conditions(program)]
+    return {"shapes": shapes, "ranges": ranges, "conditions": found}
+
+
+def takes_any_size(program: ExportedProgram) -> bool:
+    """Return whether the free sizes of a program are not restricted in any way."""
+    try:
+        sizes = sizes_of(program)
+    except TypeError:
+        return False
+    ranges = sizes["ranges"].values()
+    return not sizes["conditions"] and all(limits == [0, None] for limits in ranges)
 
 
 def check_form(sizes: Any) -> None:
@@ -40,7 +52,11 @@ def check_form(sizes: Any) -> None:
         case {"shapes": list(shapes), "ranges": dict(ranges)}:
             flat = [size for shape in shapes for size in shape if size not in ranges]
             limits = [pair for pair in ranges.values() if not _is_range(pair)]
-            if not limits and all(type(size) is int for size in flat):
+            more = sizes.get("conditions", [])  # files of older versions have none
+            fits = isinstance(more, list) and all(
+                conditions.is_condition(one, ranges) for one in more
+            )
+            if fits and not limits and all(type(size) is int for size in flat):
                 return
     raise ValueError(f"the program is damaged: sizes {str(sizes)[:100]}")
 
@@ -65,6 +81,14 @@ def check_sizes(sizes: Sizes, tensors: Sequence[Tensor]) -> None:
                 f"the program takes tensors of shape [{', '.join(map(str, expected))}]{limits}, "
                 f"got {list(given)} as tensor {number}: save the model with an example of the "
                 "size that you need"
+            )
+    for condition in sizes.get("conditions", []):
+        if not conditions.holds(condition, found):
+            shapes = ", ".join(f"[{', '.join(map(str, shape))}]" for shape in sizes["shapes"])
+            raise ValueError(
+                f"the program takes tensors of shape {shapes} with {conditions.text(condition)}, "
+                f"got {', '.join(f'{name} = {size}' for name, size in found.items())}: save the "
+                "model with an example of the size that you need"
             )
 
 

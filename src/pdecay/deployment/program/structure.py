@@ -7,7 +7,7 @@ A structure is plain data: ``{"tensor": 0}`` is the first tensor of the list, ``
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -46,6 +46,38 @@ def describe(value: object, tensors: list[Tensor], where: str) -> Structure:
         f"{where} is a {type(value).__name__}: a program has only tensors, numbers and strings in "
         "dicts, lists and tuples (for transformers: use_cache=False)"
     )
+
+
+def check_structure(structure: object, count: int, *, exact: bool = False) -> None:
+    """Raise ValueError unless plain data from a file are a structure.
+
+    Args:
+        structure: the data.
+        count: the length of the list of tensors.
+        exact: whether each tensor of the list must appear, and only once.
+    """
+    indices = list(_indices(structure))
+    if any(type(index) is not int or not 0 <= index < count for index in indices) or (
+        exact and sorted(indices) != list(range(count))
+    ):
+        raise ValueError(f"the program is damaged: it has {count} tensors, but uses {indices[:20]}")
+
+
+def _indices(structure: object) -> Iterator[Any]:
+    """Yield the indices of the tensors of a structure from a file."""
+    match structure:
+        case {"tensor": index}:
+            yield index
+        case {"dict": dict(parts)}:
+            for one in parts.values():
+                yield from _indices(one)
+        case {"list": list(parts)} | {"tuple": list(parts)}:
+            for one in parts:
+                yield from _indices(one)
+        case {"value": None | bool() | int() | float() | str()}:
+            pass
+        case _:
+            raise ValueError(f"the program is damaged: structure {str(structure)[:100]}")
 
 
 def assemble(structure: Structure, tensors: Sequence[Tensor]) -> Any:
