@@ -85,11 +85,15 @@ def update_and_decay_(
     readable = measure is None or all(param.dtype.itemsize >= 4 for param in streams[0])
     in_c = readable and may_use_c(group["fused"])
     for batch in make_batches(streams, group, rate, fused, elementwise, foreach_in_c=in_c):
-        for part, own in batch.parts([batch.select(stream) for stream in streams]):
-            lengths = measure(own) if measure and part.has_factors else None
-            decay_ = part.decay_after_update(lengths)  # remembers w_old
-            update(part, *own)  # w_old -> w_tilde
-            decay_()  # w = w_tilde * factor(w_old)
+        selected = [batch.select(stream) for stream in streams]
+        if batch.kernel is not None:
+            update(batch, *selected)  # decays, too
+        else:
+            for part, own in batch.parts(selected):
+                lengths = measure(own) if measure and part.has_factors else None
+                decay_ = part.decay_after_update(lengths)  # remembers w_old
+                update(part, *own)  # w_old -> w_tilde
+                decay_()  # w = w_tilde * factor(w_old)
         batch.decay_at_anchors_(state)
 
 
@@ -117,7 +121,7 @@ class DecayBatch:
 
         The other implementations read memory once, or work on one tensor at a time.
         """
-        if not self.foreach or self.kernel is not None:
+        if not self.foreach:
             yield self, streams
             return
         for places, own in cache_parts(streams):
