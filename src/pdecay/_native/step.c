@@ -4,8 +4,8 @@
  *   w <- w_tilde / (1 + sum_k c_k |w_old|^(p_k - 2)),   c_k = lr * lam_k
  *
  * A stream is the array of all weights, of all gradients, or of one kind of optimizer state. Each thread takes a part
- * of each tensor, the same as in torch's own loops: weights and state stay in the cache of one core. Parts are split into
- * blocks that fit into the L1 cache. decay.h computes the factor, update.h the updates, fastpow.h the power.
+ * of each tensor, the same as in torch's own loops: weights and state stay in the cache of one core. Parts are split
+ * into blocks that fit into the L1 cache. decay.h computes the factor, update.h the updates, fastpow.h the power.
  * Half-precision blocks are converted to float and back. The loops are plain C that compilers vectorise; build.py
  * explains the compiler flags.
  *
@@ -110,25 +110,7 @@ static void stream(void *to, const void *from, size_t bytes)
 #include "decay.h"
 #include "update.h"
 
-/* The scale of a tensor's updates: a power of the old weight, at most `largest`. */
-typedef struct { fitted_f32 power; float largest; } update_scale;
-
-/* `tensor[0]`: the index of the tensor's scale; -1 for none. */
-static void scale_update(const void *settings, const decay_f32 *decay, const double *tensor, block_f32 block)
-{
-    (void)decay;
-    if (tensor[0] < 0) return;
-    const update_scale by = ((const update_scale *)settings)[(int64_t)tensor[0]];
-    float *restrict w = block.stream[WEIGHT];
-    const float *restrict old = block.stream[OLD_WEIGHT];
-    for (int64_t i = 0; i < block.n; i++) {
-        float scale = fitted_power_f32(by.power, old[i]);
-        scale = scale < by.largest ? scale : by.largest;
-        float scaled = old[i] + scale * (w[i] - old[i]);
-        w[i] = w[i] == 0 ? w[i] : scaled;
-    }
-}
-
+#include "scaled_updates.h"
 #include "half.h"
 #include "table.h"
 
@@ -239,12 +221,12 @@ static void run_weights(const job *job, int64_t tensor, int64_t begin, int64_t e
     leave_flush(before);
 }
 
-/* Run one thread's part of a tensor. The parts are those of at::parallel_for over the cache lines. With others, about half
- * of the weights would be in another core's cache, and a step of torch between two passes takes up to four times as
- * long if the cores share no cache. */
-static void run_part(const job *job, int64_t tensor, int64_t thread)
+/* Run one thread's part of a tensor. The parts are those of at::parallel_for over the cache lines. With others, about
+ * half of the weights would be in another core's cache, and a step of torch between two passes can take four times as
+ * long. */
+static void run_part(const job *job, int64_t tensor, int64_t thread, int64_t threads)
 {
-    const int64_t size = job->call->sizes[tensor], threads = job->call->threads;
+    const int64_t size = job->call->sizes[tensor];
     const int64_t line = CACHE_LINE / width_of(job->call->dtype), lines = (size + line - 1) / line;
     const int64_t part = (lines + threads - 1) / threads * line, begin = thread * part;
     const int64_t end = begin + part < size ? begin + part : size;
@@ -256,11 +238,12 @@ static void run_part(const job *job, int64_t tensor, int64_t thread)
 
 static void run_parts(const job *job)
 {
-    const int64_t tensors = job->call->tensors, threads = job->call->threads;
+    const int64_t tensors = job->call->tensors;
     /* Few weights: starting the threads would take longer, many times so if the other cores are busy. */
-    #pragma omp parallel for schedule(static, 1) num_threads(threads) if (threads > 1 && total_size(job->call) >= FEW)
-    for (int64_t thread = 0; thread < threads; thread++)
-        for (int64_t i = 0; i < tensors; i++) run_part(job, job->backwards ? tensors - 1 - i : i, thread);
+    const int threads = total_size(job->call) < FEW ? 1 : job->call->threads;
+    #pragma omp parallel for schedule(static, 1) num_threads(threads) if (threads > 1)
+    for (int thread = 0; thread < threads; thread++)
+        for (int64_t i = 0; i < tensors; i++) run_part(job, job->backwards ? tensors - 1 - i : i, thread, threads);
 }
 
 /* Plan one decay for each distinct scale, and run the job. */
@@ -370,8 +353,8 @@ int pdecay_decay(const call *call)
     });
 }
 
-/* Replace the updates from the old weights by ones that are scaled by |old|^power / mean of their tensor, at most `largest`,
- * after pdecay_copy. Zeros stay 0, and tensors with a mean of 0 stay as they are. Only for float. */
+/* Scale the updates since pdecay_copy by |old|^power / mean of the tensor, at most `largest`. Zeros stay 0, and tensors
+ * with a mean of 0 stay as they are. Only for float. */
 int pdecay_scale_updates(const call *call, const double *means, double power, double largest)
 {
     if (call->dtype != FLOAT32) return BAD_DTYPE;

@@ -322,8 +322,8 @@ def c_library() -> ctypes.CDLL:
     """Return the compiled functions of step.c."""
     library = load("step")
     types = {"d": ctypes.c_double, "i": ctypes.c_int, "p": ctypes.c_void_p}
-    types_of = {"adam": "ppidddddiid", "sgd": "ppdddidi", "decay": "p", "copy": "p"}
-    types_of["scale_updates"] = "ppdd"
+    types_of = {"adam": "ppidddddiid", "sgd": "ppdddidi"}
+    types_of |= {"copy": "p", "decay": "p", "scale_updates": "ppdd"}
     for name, arguments in types_of.items():
         function = getattr(library, f"pdecay_{name}")
         function.argtypes = [types[letter] for letter in arguments]
