@@ -134,6 +134,21 @@ def test_accumulation_and_averages_reach_the_target(digits):
     assert history["loss"][-1] < history["loss"][0]
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="Keras on JAX needs a new optimizer")
+def test_target_leaves_frozen_layers_alone(digits):
+    model = compiled(pk.PAdam(1e-2, decay=Lp(0.8, 1e-2)))
+    fit(model, digits, 1)
+    first = model.layers[0]
+    first.trainable = False
+    before = np.array(ops.convert_to_numpy(first.kernel))
+    model.compile(model.optimizer, model.loss)
+    fit(model, digits, 4, initial_epoch=1, callbacks=[pk.SparsityTarget(0.6, 44)])
+    np.testing.assert_array_equal(ops.convert_to_numpy(first.kernel), before)
+    count, size = zeros(model)  # of the trainable weights
+    assert count == round(0.6 * size)
+    assert pk.sparsity(model) == count / size
+
+
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras on torch runs one step per execution")
 def test_several_steps_per_execution_reach_the_target(digits):
     model = compiled(pk.PAdam(1e-2, decay=Lp(0.8, 1e-2)))

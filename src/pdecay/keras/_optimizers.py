@@ -127,11 +127,11 @@ class PNormDecay(keras.optimizers.Optimizer):
 
     @property
     def decayed_variables(self) -> list[Variable]:
-        """The trainable variables that decay."""
+        """The variables that decay, without those of layers that were frozen since."""
         if not self.built or self.decay is None:
             return []
-        mask = ops.convert_to_numpy(self.decay_mask)
-        return [v for v, decays in zip(self._trainable_variables, mask, strict=True) if decays]
+        chosen = zip(self._trainable_variables, ops.convert_to_numpy(self.decay_mask), strict=True)
+        return [variable for variable, decays in chosen if decays and variable.trainable]
 
     # TensorFlow's update runs once for each replica of a variable, and only update_step acts
     # inside of it. On torch, Keras' fast optimizers do not call update_step.
