@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from pdecay import PSGD, Lp, PAdam, attach
 from pdecay._core.ramp import cubic_ramp, linear_ramp
@@ -462,3 +463,12 @@ class TestErrors:
     def test_iterative_rejects_bad_ramp(self, start, ramp):
         with pytest.raises(ValueError, match="must reach its final value"):
             MagnitudePruning(unmoved([1.0])[1], 0.5, 10, start=start, ramp=ramp)
+
+
+def test_state_for_a_distributed_checkpoint_has_the_squares():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    pruning = GradualMagnitudePruning(optimizer, 0.5, 10, rank="adaptive")
+    state = get_optimizer_state_dict(model, optimizer)["state"]  # runs a step to create it
+    assert pruning.last_step == 0
+    assert torch.equal(state["weight"]["squared_gradient"], torch.zeros(4, 4))

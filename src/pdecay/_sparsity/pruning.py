@@ -243,10 +243,18 @@ class GradualMagnitudePruning(_Pruning):
         if self.sparsity_at(self.last_step):
             self._zeros = [(param, param == 0) for param in map(local_part, self.params)]
 
+    def after_step(self) -> None:
+        """Update the squares that weights are ranked by, count the step and prune.
+
+        A step that only creates missing state must create the squares, too: a distributed
+        checkpoint loads no state that does not exist yet.
+        """
+        if self.rank == "adaptive" and not is_skipped(self.optimizer):
+            update_squares(self.params, self.optimizer)
+        super().after_step()
+
     def _prune(self) -> None:
         zeros, self._zeros = self._zeros, []
-        if self.rank == "adaptive":
-            update_squares(self.params, self.optimizer)
         for param, is_zero in zeros:
             param.masked_fill_(is_zero, 0.0)
         asked, before = self.sparsity_at(self.last_step), self.sparsity_at(self.last_step - 1)
