@@ -354,3 +354,12 @@ def test_grid_search_over_penalties():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         assert GridSearchCV(BridgeRegressor(), grid).fit(x, y).best_score_ > 0.8
+
+
+def test_numbers_whose_squares_overflow_are_refused():
+    x, y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20.0)
+    with pytest.raises(ValueError, match="squares of y overflows"):
+        BridgeRegressor().fit(x, 1e160 * y)
+    for matrix in (1e160 * x, sparse.csc_array(1e160 * x)):
+        with pytest.raises(ValueError, match="squares of column 0 of X overflows"):
+            BridgeRegressor().fit(matrix, y)

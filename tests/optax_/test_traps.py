@@ -125,3 +125,9 @@ def test_lp_rejects_a_traced_lam_and_pairs_accept_it():
     w = first_params()["kernel"]
     expected = w * Lp(0.8, 0.1).factor(w, 0.1)
     assert jnp.allclose(jax.jit(share)(0.1), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [3, 0.5, "kernel"])
+def test_mask_must_be_a_tree_of_bool(mask):
+    with pytest.raises(TypeError, match="mask must be a tree of bool or a function"):
+        padam(0.1, mask=mask)

@@ -133,6 +133,8 @@ def masked_to_weights(
     def matrices(params: Tree) -> Tree:
         return jax.tree.map(lambda w: jnp.ndim(w) >= 2, params)
 
+    if isinstance(mask, int | float | str) and mask not in (True, False):
+        raise TypeError(f"mask must be a tree of bool or a function that returns one, got {mask!r}")
     chosen = matrices if mask is None else mask
     return optax.masked(tx, chosen, mask_compatible_extra_args=True)
 

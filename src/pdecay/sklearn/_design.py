@@ -29,6 +29,7 @@ class DenseDesign:
     def __init__(self, x: Floats, roots: Floats, means: Floats | None) -> None:
         self.shape: tuple[int, int] = (x.shape[0], x.shape[1])
         self.x, self.norms = kernels().scale(x, roots, means)
+        _check_norms(self.norms)
         if means is not None:  # a constant column leaves rounding errors
             self.norms[self.norms <= 1e-28 * means**2 * (roots @ roots)] = 0.0
 
@@ -89,7 +90,10 @@ class SparseDesign:
         self.shape = self.x.shape
         self.means = np.zeros(self.shape[1]) if means is None else means
         self.total = float(roots @ roots)
-        self.norms = kernels().sparse_products(self.x, self.x.data**2, np.ones(self.shape[0]))
+        with np.errstate(over="ignore"):
+            squares = self.x.data**2
+        self.norms = kernels().sparse_products(self.x, squares, np.ones(self.shape[0]))
+        _check_norms(self.norms)
         # Rounding must not make the norm of a constant column positive.
         before = self.norms.copy()
         self.norms -= self.total * self.means**2
@@ -201,3 +205,12 @@ Design = DenseDesign | SparseDesign
 def make_design(x: Any, roots: Floats, means: Floats | None) -> Design:
     """Return the design of a dense or sparse matrix."""
     return (SparseDesign if sparse.issparse(x) else DenseDesign)(x, roots, means)
+
+
+def _check_norms(norms: Floats) -> None:
+    """Raise a ValueError for columns whose sum of squares overflows."""
+    if not np.isfinite(norms).all():
+        raise ValueError(
+            f"the sum of squares of column {int(np.argmin(np.isfinite(norms)))} of X overflows: "
+            "its numbers should be below 1e150; scale the features (StandardScaler)"
+        )

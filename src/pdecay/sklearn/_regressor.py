@@ -143,7 +143,14 @@ class Data:
         self.means = np.asarray(x.T @ shares).ravel() if fit_intercept else None
         self.y_mean = float(shares @ y) if fit_intercept else 0.0
         design = make_design(x, roots, self.means)
-        self.problem = LeastSquares(design, roots * (y - self.y_mean))
+        target = roots * (y - self.y_mean)
+        with np.errstate(over="ignore"):
+            if not np.isfinite(target @ target):
+                raise ValueError(
+                    f"the sum of the squares of y overflows: |y| is up to {np.abs(y).max():.1e} "
+                    "and should be below 1e150; divide y by a constant"
+                )
+        self.problem = LeastSquares(design, target)
 
     def intercept(self, w: Floats) -> float:
         """Return the intercept that belongs to the coefficients."""
