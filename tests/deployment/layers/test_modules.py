@@ -503,3 +503,15 @@ def test_bias_of_another_shape_is_rejected(shape):
     sparse._reset()
     with pytest.raises(ValueError, match="are not the non-zeros"):
         sparse(torch.randn(5, 16))
+
+
+@pytest.mark.parametrize("layer", [nn.ConvTranspose2d(2, 2, 1), nn.Linear(2, 2), nn.ReLU(), 3])
+def test_other_layers_than_conv2d_are_refused(layer):
+    with pytest.raises(TypeError, match=f"needs an nn.Conv2d, got {type(layer).__name__}"):
+        SparseConv2d(layer)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(2, 2, 1), nn.Bilinear(2, 2, 2), 3])
+def test_other_layers_than_linear_are_refused(layer):
+    with pytest.raises(TypeError, match=f"needs an nn.Linear, got {type(layer).__name__}"):
+        SparseLinear(layer)

@@ -41,6 +41,8 @@ class SparseLinear(SparseLayer):
 
     def __init__(self, layer: nn.Linear, *, relu: bool = False) -> None:
         layer = as_linear(layer)
+        if not isinstance(layer, nn.Linear):
+            raise TypeError(f"SparseLinear needs an nn.Linear, got {type(layer).__name__}")
         super().__init__(layer, Shape(layer.in_features, layer.out_features), relu=relu)
         self.in_features = layer.in_features
         self.out_features = layer.out_features
@@ -91,6 +93,8 @@ class SparseConv2d(SparseLayer):
     """
 
     def __init__(self, layer: nn.Conv2d, *, relu: bool = False) -> None:
+        if not isinstance(layer, nn.Conv2d):  # an nn.ConvTranspose2d has the same attributes
+            raise TypeError(f"SparseConv2d needs an nn.Conv2d, got {type(layer).__name__}")
         kernel, stride = _pair(layer.kernel_size), _pair(layer.stride)
         dilation = _pair(layer.dilation)
         # The kernel pads with zeros only; other padding modes are applied to the input before.
