@@ -45,7 +45,8 @@ class SparsityCallback(Callback):
         total_steps: the number of optimizer steps of the training. The default is that of the
             Trainer, which knows gradient accumulation.
         every_n_steps: log every so many optimizer steps instead of at the end of each epoch.
-        start, end, per_layer, floor, rank, pull: as in :class:`pdecay.SparsityTarget`.
+        start, end, per_layer, floor, rank, pull, update_power: as in
+            :class:`pdecay.SparsityTarget`.
 
     Example::
 
@@ -68,9 +69,10 @@ class SparsityCallback(Callback):
         floor: float | None = None,
         rank: Rank | None = None,
         pull: float | None = None,
+        update_power: float | None = None,
     ) -> None:
         given: dict[str, Any] = {"start": start, "end": end, "per_layer": per_layer}
-        given |= {"floor": floor, "rank": rank, "pull": pull}
+        given |= {"floor": floor, "rank": rank, "pull": pull, "update_power": update_power}
         options = {name: value for name, value in given.items() if value is not None}
         if every_n_steps is not None:
             check_count("every_n_steps", every_n_steps)
