@@ -18,7 +18,7 @@ from pdecay._core.group_settings import Group
 from pdecay._core.penalty import Penalty, as_penalty
 from pdecay._core.validation import check_number
 from pdecay._optim.engine import check_scalar, decay_rate
-from pdecay._optim.optimizers import check_flags, check_weight_decay
+from pdecay._optim.settings import check_flags, check_weight_decay
 from pdecay._optim.steps import adam_step_, sgd_step_
 
 __all__ = ["padam", "psgd"]

@@ -213,3 +213,40 @@ class TestFlags:
         for flags in ({"fused": "yes"}, {"nesterov": "no"}):
             with pytest.raises(TypeError, match="must be True"):
                 pdecay.functional.psgd([w], [g], [], decay=DECAY, lr=0.1, **flags)
+
+
+class TestSettingsChangedBetweenSteps:
+    @pytest.mark.parametrize(
+        ("cls", "name", "value", "message"),
+        [
+            *(
+                (cls, *rest)
+                for cls in (PAdam, PSGD)
+                for rest in (
+                    ("decay", 3, "got 3"),
+                    ("decay", [[1, -1]], "lam must be finite and >= 0, got -1"),
+                    ("decay_auxiliary", [0, 1.0, 1.0], "n must be a whole number >= 1, got 0"),
+                    ("weight_decay", "a", "weight_decay must be a number, got 'a'"),
+                    ("maximize", "a", "maximize must be True or False, got 'a'"),
+                )
+            ),
+            (PAdam, "betas", 3, "betas must be two numbers"),
+            (PAdam, "betas", (0.9, 1.0), "at index 1: 1.0, must be below 1"),
+            (PAdam, "betas", ("a", 0.9), r"betas\[0\] must be a number, got 'a'"),
+            (PAdam, "eps", None, "eps must be a number, got None"),
+            (PSGD, "momentum", float("nan"), "momentum must be finite and >= 0, got nan"),
+            (PSGD, "dampening", "a", "dampening must be a number, got 'a'"),
+        ],
+    )
+    def test_error_comes_before_any_weight_changes(self, cls, name, value, message):
+        params = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+        momentum = {"momentum": 0.9} if cls is PSGD else {}
+        optimizer = cls([{"params": [param]} for param in params], lr=0.1, **momentum)
+        for param in params:
+            param.grad = torch.ones(2, 2)
+        optimizer.step()
+        before = [param.detach().clone() for param in params]
+        optimizer.param_groups[1][name] = value
+        with pytest.raises((TypeError, ValueError), match=message):
+            optimizer.step()
+        assert all(map(torch.equal, before, params))

@@ -326,6 +326,24 @@ def check_zero(folder):
     with pytest.raises(ValueError, match="use pull=0"):
         SparsityTarget(together, 0.5, 10, pull=1.0, per_layer=True)
 
+    alone, model = build(), ddp_4(build())
+    optimizer = PAdam(alone[0].parameters(), lr=1e-2, decay=DECAY)
+    options = {"lr": 1e-2, "decay": DECAY}
+    together = ZeroRedundancyOptimizer(model.module[0].parameters(), PAdam, **options)
+    for one, own in ((alone, optimizer), (model.module, together)):
+        target = SparsityTarget(own, 0.5, 8, update_power=0.5)
+        own.add_param_group({"params": list(one[2].parameters()), "decay": DECAY})
+        train(one if one is alone else model, own, 8)
+        assert target.sparsity == 0.5
+    assert_equal(model, alone, 1e-6)
+
+    metric = {"lr": 1e-2, "decay": DECAY, "metric": "adaptive"}
+    together = ZeroRedundancyOptimizer(model.parameters(), PAdam, **metric)
+    before = whole(model)
+    with pytest.raises(ValueError, match="each rank has a share"):
+        train(model, together, 1)
+    assert all(map(torch.equal, before, whole(model)))
+
     model, resumed = ddp_4(build()), ddp_4(build())
     whole_run, again = zero(model), zero(resumed)
     SparsityTarget(whole_run, 0.75, STEPS)

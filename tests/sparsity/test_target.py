@@ -277,3 +277,9 @@ def test_optimizer_listed_twice_raises():
     for call in (lambda o: SparsityTarget(o, 0.5, 10), freeze_zeros):
         with pytest.raises(ValueError, match="the list has an optimizer twice"):
             call([optimizer, optimizer])
+
+
+def test_freeze_zeros_needs_a_decay():
+    optimizer = PAdam([nn.Parameter(torch.ones(2, 2))], decay=None)
+    with pytest.raises(ValueError, match="no parameter group decays"):
+        freeze_zeros(optimizer)

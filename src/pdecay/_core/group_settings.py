@@ -107,11 +107,11 @@ def group_with_settings(group: Group, defaults: Defaults) -> Group:
 def check_changes(group: Group) -> None:
     """Check the settings that are often changed between steps, or raise TypeError or ValueError.
 
-    The rest is checked where it is read: "decay" by :func:`penalty_of`, learning rates in the step.
+    "decay" is checked by :func:`penalty_of`, learning rates in the step.
     """
     check_not_differentiable(group)
     _checked_scale(group["decay_scale"], group["params"])
-    if type(group["decay_auxiliary"]) is not list:
+    if group["decay_auxiliary"] != []:
         group["decay_auxiliary"] = as_plain(group["decay_auxiliary"])
 
 

@@ -109,10 +109,17 @@ def attachment_of(optimizer: Optimizer) -> Attachment | None:
 
 
 def complete_groups(optimizer: Optimizer) -> None:
-    """Write the settings of :func:`attach` to groups that were added since the last step."""
-    attachment = attachment_of(optimizer)
+    """Write the decay settings to groups that were added since the last step.
+
+    PAdam and PSGD do so by themselves, but not if a ZeroRedundancyOptimizer adds a group.
+    """
+    attachment, local = attachment_of(optimizer), local_optimizer(optimizer)
     if attachment is not None:
         attachment._write_settings()
+    elif local is not optimizer and getattr(local, "_decays", False):
+        for group in optimizer.param_groups:
+            if "decay_1d" not in group:
+                write_settings(group, local._defaults())  # type: ignore[attr-defined]
 
 
 def is_decaying(optimizer: Optimizer) -> bool:

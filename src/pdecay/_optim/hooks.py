@@ -150,21 +150,31 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
     return local if isinstance(local, Optimizer) else optimizer
 
 
+def is_local(optimizer: Optimizer) -> bool:
+    """Check whether a ZeroRedundancyOptimizer runs this optimizer on this rank's share of weights.
+
+    The optimizer has no reference to the ZeroRedundancyOptimizer, so this looks at all objects.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None or not torch.distributed.is_initialized():
+        return False
+    return any(
+        issubclass(type(one), module.ZeroRedundancyOptimizer)
+        and getattr(one, "optim", None) is optimizer
+        for one in gc.get_objects()
+    )
+
+
 def check_not_local(optimizer: Optimizer, caller: str) -> None:
     """Raise a TypeError for the optimizer inside a ZeroRedundancyOptimizer.
 
     It has only this rank's share of the weights, and before each step its settings are replaced.
-    It has no reference to the ZeroRedundancyOptimizer, so this looks at all objects.
     """
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is None or not torch.distributed.is_initialized():
-        return
-    for one in gc.get_objects():
-        if issubclass(type(one), module.ZeroRedundancyOptimizer) and one.optim is optimizer:
-            raise TypeError(
-                f"{caller} got the .optim of a ZeroRedundancyOptimizer, which has only this rank's "
-                "share of the weights; pass the ZeroRedundancyOptimizer itself"
-            )
+    if is_local(optimizer):
+        raise TypeError(
+            f"{caller} got the .optim of a ZeroRedundancyOptimizer, which has only this rank's "
+            "share of the weights; pass the ZeroRedundancyOptimizer itself"
+        )
 
 
 def is_skipped(optimizer: Optimizer) -> bool:

@@ -11,7 +11,7 @@ optimizer state is always torch's, so that a checkpoint of ``torch.optim.AdamW``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,18 +24,24 @@ from pdecay._core.group_settings import (
     Defaults,
     Group,
     Metric,
-    check_changes,
     check_metric,
     complete_checkpoint,
     group_with_settings,
     groups_with_settings,
 )
 from pdecay._core.parameters import warn_of_frozen
-from pdecay._core.penalty import Decay, Lp, Penalty, as_penalty
-from pdecay._core.validation import check_flag, check_number
+from pdecay._core.penalty import Decay, Lp, as_penalty
+from pdecay._core.validation import check_number
 from pdecay._optim.adam_metric import metric_mean
 from pdecay._optim.engine import check_scalar, decay_rate
 from pdecay._optim.rounding import State, Streams, run_rounded
+from pdecay._optim.settings import (
+    check_betas,
+    check_flags,
+    check_not_scaled,
+    check_settings,
+    check_weight_decay,
+)
 from pdecay._optim.state_precision import (
     FLOAT16_CAUSE,
     FLOAT16_REMEDY,
@@ -46,10 +52,6 @@ from pdecay._optim.steps import adam_step_, sgd_step_
 from pdecay._utils.user_warnings import warn_user
 
 _DEFAULT_DECAY = Lp(1, 1e-2)
-_FLAGS = (
-    *("amsgrad", "maximize", "nesterov", "capturable", "differentiable", "stochastic_rounding"),
-    *("foreach", "fused"),
-)
 _HEALTH_CHECK = "_accelerator_graph_capture_health_check"
 if not hasattr(Optimizer, _HEALTH_CHECK):  # its name in older versions of torch
     _HEALTH_CHECK = "_cuda_graph_capture_health_check"
@@ -80,14 +82,14 @@ class _Decaying(Optimizer):
             closure: evaluates the model again and returns the loss.
         """
         getattr(self, _HEALTH_CHECK)()
-        _check_not_scaled(self)
+        check_not_scaled(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         # All groups first: raise for a bad setting before any weight changes.
         for group in self.param_groups:
-            check_changes(group)
+            check_settings(group, self)
         rates = [decay_rate(group, self) for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             self._update(group, rate)
@@ -209,7 +211,7 @@ class PAdam(_Decaying, AdamW):
         super().__init__(
             groups_with_settings(params, defaults),
             check_scalar("lr", lr),
-            _check_betas(betas),
+            check_betas(betas),
             check_number("eps", eps),
             check_weight_decay(weight_decay),  # type: ignore[arg-type]  # AdamW accepts a tensor
             amsgrad,
@@ -331,39 +333,6 @@ class PSGD(_Decaying, SGD):
         if group["momentum"] != 0:
             for param, buffer in zip(params, buffers, strict=True):
                 self.state[param]["momentum_buffer"] = buffer
-
-
-def _check_not_scaled(optimizer: Optimizer) -> None:
-    """Raise for gradients that the step itself would have to unscale, or to skip."""
-    for name in ("grad_scale", "found_inf"):
-        if getattr(optimizer, name, None) is not None:
-            raise RuntimeError(
-                f"optimizer.{name} is set, and {type(optimizer).__name__} unscales no gradients; "
-                "call GradScaler.step, which unscales them and skips steps, and set no attribute"
-            )
-
-
-def check_flags(settings: Mapping[str, Any]) -> None:
-    """Raise a TypeError for a flag, among an optimizer's or a group's settings, that is no bool."""
-    for name in _FLAGS:
-        if name in settings:
-            check_flag(name, settings[name], optional=name in ("foreach", "fused"))
-
-
-def _check_betas(betas: object) -> tuple[float, float]:
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise TypeError(f"betas must be two numbers, such as (0.9, 0.999), got {betas!r}")
-    return betas[0], betas[1]
-
-
-def check_weight_decay(weight_decay: Any) -> float | Tensor:
-    """Return the L2 decay, a number or a tensor of one element, or raise an error."""
-    if isinstance(weight_decay, Penalty):
-        raise TypeError(
-            f"weight_decay is the L2 decay, a number; pass the penalty as decay={weight_decay!r}"
-        )
-    checked: float | Tensor = check_scalar("weight_decay", weight_decay)
-    return checked
 
 
 def _warn_of_float16(optimizer: Optimizer) -> None:

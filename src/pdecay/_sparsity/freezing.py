@@ -31,6 +31,11 @@ def freeze_zeros(optimizer: Optimizer | Sequence[Optimizer]) -> None:
     optimizers = decaying_list(optimizer, "freeze_zeros")
     for one in optimizers:
         check_not_local(one, "freeze_zeros")
+    if not any(group.get("decay") for one in optimizers for group in one.param_groups):
+        raise ValueError(
+            "freeze_zeros: no parameter group decays (decay=None), and only the decay keeps zeros "
+            "at zero; give the optimizer a decay, such as Lp(1, 1e-2)"
+        )
     hold_zeros(optimizers)
 
 

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from pdecay._core.group_settings import Group
 from pdecay._core.ramp import check_ramp, check_target, cubic_ramp, ramp_steps
 from pdecay._core.validation import check_count, check_number
-from pdecay._optim.attachment import is_decaying
+from pdecay._optim.attachment import complete_groups, is_decaying
 from pdecay._optim.hooks import (
     StepHooks,
     check_not_local,
@@ -261,6 +261,7 @@ class SparsityTarget:
                 "the decay, which keeps the zeros of this SparsityTarget, was detached from the "
                 "optimizer; call detach() of the target as well, or attach the decay again"
             )
+        complete_groups(optimizer)
         complete_state(list(self._groups()), self.target, self._end)
         if optimizer in self._stepped:  # another optimizer of the list skipped the last step
             self._advance()
