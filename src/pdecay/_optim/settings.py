@@ -29,6 +29,8 @@ _NUMBERS = ("eps", "weight_decay", "momentum", "dampening")
 def check_settings(group: Group, optimizer: Optimizer) -> None:
     """Raise an error for a setting that was changed to an invalid value since the last step."""
     check_changes(group)
+    if is_tracing():  # torch.compile does not trace all of the rest
+        return
     penalty_of(group)
     check_flags(group)
     for name in _NUMBERS:
@@ -36,7 +38,7 @@ def check_settings(group: Group, optimizer: Optimizer) -> None:
             check_scalar(name, group[name])
     if "betas" in group:
         check_betas(group["betas"])
-    if group.get("metric") == "adaptive" and not group.get("metric_mean") and not is_tracing():
+    if group.get("metric") == "adaptive" and not group.get("metric_mean"):
         _check_whole(optimizer)
 
 
