@@ -244,3 +244,21 @@ def test_example_without_rows_is_reported(run_cli, in_project, command):
     name, *options = command.split()
     shown = run_cli(name, "users_module:build", *options, code=2)
     assert "example_inputs has no elements" in shown
+
+
+def test_plan_is_not_written_to_a_pipe(run_cli, in_project, tmp_path):
+    in_project("import torch\ndef build(): return torch.nn.Linear(2, 2), torch.zeros(1, 2)")
+    os.mkfifo(tmp_path / "pipe")  # writing to it would block
+    shown = run_cli("deploy", "users_module:build", "--save-plan", tmp_path / "pipe", code=2)
+    assert "--save-plan: " in shown
+    assert "is a pipe or a device" in shown
+
+
+def test_two_names_of_one_output_file_are_reported(run_cli, in_project, tmp_path):
+    in_project("import torch\ndef build(): return torch.nn.Linear(2, 2), torch.zeros(1, 2)")
+    (tmp_path / "link").symlink_to(tmp_path)
+    names = tmp_path / "a.safetensors", tmp_path / "link" / "a.safetensors"
+    shown = run_cli(
+        "export", "users_module:build", "--sparse", names[0], "--dense", names[1], code=2
+    )
+    assert "--sparse and --dense must be different files" in shown

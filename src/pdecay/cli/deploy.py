@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pdecay._utils.files import replacing
 from pdecay.cli import models
-from pdecay.cli.common import UsageError, add, check_writable, count, seconds
+from pdecay.cli.common import UsageError, add, count, seconds
 
 SUMMARY = "make a sparse model fast on this machine and save it, ready to serve"
 EXAMPLE = (
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         models.check_output("--out", args.out, [".safetensors"])
     if args.save_plan is not None:
-        check_writable(args.save_plan.parent)
+        models.check_output("--save-plan", args.save_plan, [args.save_plan.suffix])
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     choose = args.choose if args.plan is None else _read_plan(args.plan)
@@ -56,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
         report: Any = deployed.report
         sys.stdout.write(f"{report}\n")
         if args.save_plan is not None:
-            args.save_plan.write_text(json.dumps(report.plan, indent=1) + "\n")
+            with replacing(args.save_plan) as file:
+                file.write(f"{json.dumps(report.plan, indent=1)}\n".encode())
             sys.stdout.write(f"\nwritten: {args.save_plan}\n")
         if args.out is not None:
             written = save(deployed, args.out)

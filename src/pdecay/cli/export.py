@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     for name, suffix in _SUFFIXES.items():
         if (file := getattr(args, name)) is not None:
             models.check_output(f"--{name}", file, [suffix])
-    if args.sparse is not None and args.sparse == args.dense:
+    files = [os.path.realpath(file) for file in (args.sparse, args.dense) if file is not None]
+    if len(set(files)) < len(files):
         raise UsageError(
             f"--sparse and --dense must be different files, got {str(args.dense)!r} for both"
         )

@@ -53,6 +53,17 @@ def test_file_that_is_not_a_journal_is_reported(tmp_path):
         open_journal(tmp_path)
 
 
+@pytest.mark.parametrize("line", ["[]", "3", "null", "{}", '{"op_code": 99}', "{"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_altered_line_is_reported(tmp_path, journal, line, place):
+    path = tmp_path / JOURNAL
+    lines = path.read_text().splitlines()
+    lines[place : place + 1] = [line]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(SweepError, match="is not an Optuna journal, or was altered"):
+        open_journal(tmp_path)
+
+
 def test_kill_releases_the_journal_lock(tmp_path, journal, processes):
     storage, _ = journal
     holder = processes.start(sweep_processes.hold_lock, tmp_path, f"{JOURNAL}.lock")

@@ -286,3 +286,13 @@ class Sweeps(RuleBasedStateMachine):
 
 TestSweeps = Sweeps.TestCase
 TestSweeps.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def test_cell_without_its_record_is_run_again(study):
+    trial = take(study)
+    study.optuna.tell(trial, study.plan.values(record(key_of(trial))))  # the record was lost
+    assert study.records() == []
+    study.top_up()
+    while not all(cell.done for cell in study.cells().values()):
+        complete(study, take(study))
+    assert [one["id"] for one in study.records()] == sorted(study.plan.keys)

@@ -6,6 +6,7 @@ makes the whole file unreadable once another line follows. `_JournalLock` solves
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -73,11 +74,20 @@ def open_journal(folder: Path) -> BaseStorage:
     """Open the journal in a sweep's folder."""
     path = folder / JOURNAL
     try:
-        return JournalStorage(JournalFileBackend(str(path), lock_obj=_JournalLock(path)))
-    except (ValueError, KeyError) as error:
+        storage = JournalStorage(JournalFileBackend(str(path), lock_obj=_JournalLock(path)))
+        _check_last_line(path)
+        return storage
+    except (ValueError, LookupError, TypeError, AssertionError) as error:  # any line may be wrong
         raise SweepError(
             f"{path} is not an Optuna journal, or was altered ({error!r}): give another --out"
         ) from None
+
+
+def _check_last_line(path: Path) -> None:
+    """Raise ValueError if the last complete line is damaged; Optuna reads it only later."""
+    content = path.read_bytes()
+    if content.endswith(b"\n"):
+        json.loads(content[content.rfind(b"\n", 0, -1) + 1 :])
 
 
 class _JournalLock(JournalFileOpenLock):

@@ -38,8 +38,9 @@ class Cell:
 
     @property
     def done(self) -> FrozenTrial | None:
-        """The complete trial."""
-        return next((t for t in self.trials if t.state == TrialState.COMPLETE), None)
+        """The complete trial. One without its record, in a damaged journal, does not count."""
+        complete = (t for t in self.trials if t.state == TrialState.COMPLETE)
+        return next((t for t in complete if "record" in t.user_attrs), None)
 
     @property
     def active(self) -> FrozenTrial | None:
