@@ -196,3 +196,23 @@ def test_compact_reads_training_run(run_cli, project):
     shown = run_cli("compact", "run", "--out", "small.pt2")
     assert "parameters ->" in shown
     assert pdecay.sparsity(torch.export.load("small.pt2").module()).total >= 0
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+@pytest.mark.parametrize("doubles", [lambda n: n > 3, lambda n: n != 1])
+def test_branch_on_the_batch_size_is_never_wrong(tmp_path, doubles, rows):
+    class Branching(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x) if doubles(len(x)) else super().forward(x)
+
+    model, x = Branching(4, 4), torch.randn(rows, 4)
+    export_torch(model, tmp_path / "model.pt2", x)
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(program(x), model(x))
+    for n in (1, 2, 3, 5):
+        other = torch.randn(n, 4)
+        try:
+            found = program(other)
+        except AssertionError:  # refused by torch
+            continue
+        torch.testing.assert_close(found, model(other))

@@ -144,6 +144,7 @@ def test_test_accuracy_is_optional(tmp_path):
 
 
 BAD = [
+    (changed("timing", "seconds", to="long"), "'seconds' must be int or float or null"),
     (changed("result", "test_accuracy", to="high"), "'test_accuracy' must be int or float or null"),
     ([1, 2], "not a pdecay record"),
     ({"step": 1}, "not a pdecay record"),
@@ -180,12 +181,13 @@ def test_invalid_record_is_reported_with_file_and_line(tmp_path, bad, message):
         '{"schema": 1, "id": "ab',
         '{"schema": NaN}',
         '{"schema": 1e999}',
+        '{"schema": 1' + 400 * "0" + "}",
         "<html>",
         "[" * 100_000,
         '{"a":' * 500 + "1" + "}" * 500,
         '{"name": "\\ud800"}',
     ],
-    ids=["cut", "NaN", "infinite", "HTML", "deep", "deep but valid", "surrogate"],
+    ids=["cut", "NaN", "infinite", "too large", "HTML", "deep", "deep but valid", "surrogate"],
 )
 def test_truncated_line_is_reported(tmp_path, text):
     (tmp_path / "some.jsonl").write_text(text)

@@ -10,11 +10,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
+from pdecay._utils.errors import one_line
 from pdecay._utils.files import check_output_file, replacing
 from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import agree, outputs
-from pdecay.deployment.model.program import exported, quiet
+from pdecay.deployment.model.program import Free, exported, quiet
 from pdecay.deployment.model.state import evaluating
 
 HOW_TO_LOAD = {
@@ -59,15 +60,32 @@ def export_torch(model: nn.Module, path: str | os.PathLike[str], example_inputs:
 
 
 def _write_program(model: nn.Module, inputs: Inputs, file: BinaryIO) -> None:
-    """Write a program, load it again, and compare its outputs."""
+    """Write a program for any batch size; if its code depends on that, for the example's only."""
+    try:
+        _write_and_compare(model, inputs, file, "batch")
+    except ExportError:
+        file.seek(0)
+        file.truncate()
+        _write_and_compare(model, inputs, file, "none")
+
+
+def _write_and_compare(model: nn.Module, inputs: Inputs, file: BinaryIO, free: Free) -> None:
+    """Write a program, load it again, and compare its outputs, also with other batch sizes."""
     with quiet():
-        torch.export.save(exported(model, inputs).exported, file)
+        torch.export.save(exported(model, inputs, free).exported, file)
         file.flush()
         with open(file.name, "rb") as written:
             program = torch.export.load(written).module()
         with evaluating(model):
-            if not agree(outputs(model, inputs), outputs(program, inputs)):
-                raise ExportError("the exported program's outputs differ from the model's")
+            for given in (inputs, *(inputs.other_batches() if free != "none" else ())):
+                try:
+                    expected, got = outputs(model, given), outputs(program, given)
+                except Exception as error:
+                    if given is not inputs:  # a size that the model or the program refuses
+                        continue
+                    raise ExportError(f"the program does not run: {one_line(error)}") from error
+                if not agree(expected, got):
+                    raise ExportError("the exported program's outputs differ from the model's")
 
 
 def _pickle(model: nn.Module, file: BinaryIO) -> None:

@@ -43,6 +43,7 @@ _RESULT: _Fields = {
     "layers": (list,),
 }
 _OPTIONAL: _Fields = {"test_accuracy": _NUMBER_OR_NULL}
+_TIMING: _Fields = {"seconds": _NUMBER_OR_NULL}  # optional, too
 _LAYER: _Fields = {"name": (str,), "shape": (list,), "size": _WHOLE, "zeros": _WHOLE}
 _POINT: _Fields = {
     "step": _WHOLE,
@@ -163,7 +164,7 @@ def _read_file(path: Path) -> list[Record]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line, parse_constant=_refuse, parse_float=_finite)
+            record = json.loads(line, parse_constant=_refuse, parse_float=_finite, parse_int=_whole)
             if _is_deeper(record, _MAX_DEPTH):
                 raise ValueError(f"more than {_MAX_DEPTH} levels of brackets")
             json.dumps(record, ensure_ascii=False).encode()  # raises for unpaired surrogates
@@ -186,6 +187,11 @@ def _refuse(constant: str) -> Never:
 def _finite(text: str) -> float:
     number = float(text)
     return number if math.isfinite(number) else _refuse(text)
+
+
+def _whole(text: str) -> int:
+    _finite(text)  # the reports convert numbers to float
+    return int(text)
 
 
 def _is_deeper(value: object, levels: int) -> bool:
@@ -216,6 +222,7 @@ def _problem(record: object) -> str:
         or _mismatch("settings", record["settings"], _SETTINGS)
         or _mismatch("result", record["result"], _RESULT)
         or _mismatch("result", record["result"], _OPTIONAL, optional=True)
+        or _mismatch("timing", record["timing"], _TIMING, optional=True)
         or _first("result.layers", record["result"]["layers"], _LAYER)
         or _first("curve", record["curve"], _POINT)
     )
