@@ -26,7 +26,8 @@ bench: $(VENV)/lab
 	$(VENV)/bin/pdecay bench
 
 # Measures everything that README and docs say about speed and sizes, and fills it in. About an hour
-# on an idle machine. The study, bridge.py, gpt2.py and compact_zoo.py have their own commands.
+# on an idle machine. The study, bridge.py, gpt2.py, compact_zoo.py and beyond.py have commands of
+# their own.
 records: $(VENV)/test
 	$(VENV)/bin/pdecay bench
 	$(VENV)/bin/pdecay bench deploy

@@ -1,6 +1,6 @@
 """compact on 104 architectures of the transformers package, with random dead units.
 
-    python benchmarks/compact_zoo.py              # all, about five minutes
+    python benchmarks/compact_zoo.py              # all, two minutes; writes the record and table
     python benchmarks/compact_zoo.py Gemma Swin   # only names that contain one of these
 
 Each architecture is built small, with random weights (nothing is downloaded). Random rows, columns,
@@ -16,6 +16,8 @@ dead units that its outputs hardly depend on its inputs; such a run proves littl
 from __future__ import annotations
 
 import inspect
+import json
+import statistics
 import sys
 import warnings
 from typing import Any
@@ -24,10 +26,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import documents
 import pdecay
 from pdecay.deployment.compact import CompactReport
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import agree_in_float64, difference, outputs
+from provenance import provenance
 
 TEXT, IMAGE, SOUND = (9,), (3, 32, 32), (800,)  # shapes without the batch
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -57,7 +61,6 @@ SERIES = {"num_input_channels": 2, "context_length": 16, "prediction_length": 4,
 SHORT = {key: value for key, value in BOTH.items() if key != "max_position_embeddings"}
 
 ZOO: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    # decoders
     "GPT2LMHeadModel": (OLD_GPT, TEXT),
     "GPTJForCausalLM": ({**OLD_GPT, "rotary_dim": 4}, TEXT),
     "CodeGenForCausalLM": ({**OLD_GPT, "rotary_dim": 4}, TEXT),
@@ -104,7 +107,6 @@ ZOO: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
          "use_mamba_kernels": False, "mamba_d_state": 4}, TEXT),
     "MambaForCausalLM": ({"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1}, TEXT),
     "RwkvForCausalLM": ({"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2}, TEXT),
-    # encoders
     "BertModel": (BERT, TEXT),
     "DistilBertModel": (
         {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}, TEXT),
@@ -134,7 +136,6 @@ ZOO: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "FunnelModel": (
         {"vocab_size": 99, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48,
          "block_sizes": [1, 1], "num_decoder_layers": 1}, TEXT),
-    # both
     "T5Model": (T5, TEXT),
     "UMT5Model": (T5, TEXT),
     "LongT5EncoderModel": ({**T5, "local_radius": 4}, TEXT),
@@ -146,7 +147,6 @@ ZOO: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "LEDModel": (
         {**SHORT, "attention_window": 4, "max_encoder_position_embeddings": 40,
          "max_decoder_position_embeddings": 40}, TEXT),
-    # images
     "ResNetForImageClassification": ({"embedding_size": 8, **STAGES}, IMAGE),
     "RegNetForImageClassification": (
         {"embedding_size": 8, "groups_width": 8, **STAGES}, IMAGE),
@@ -191,7 +191,6 @@ ZOO: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "VideoMAEModel": ({**FRAMES, "patch_size": 8}, (4, 3, 16, 16)),
     "VivitModel": ({**FRAMES, "tubelet_size": [2, 8, 8]}, (4, 3, 16, 16)),
     "TimesformerModel": ({**FRAMES, "patch_size": 8}, (4, 3, 16, 16)),
-    # sound and series
     "Wav2Vec2Model": (AUDIO, SOUND),
     "HubertModel": (AUDIO, SOUND),
     "WavLMModel": (AUDIO, SOUND),
@@ -209,6 +208,16 @@ ZOO: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
          "num_residual_layers": 1, "upsampling_ratios": [4, 2], "num_lstm_layers": 1},
         (1, 64)),
 }  # fmt: skip
+
+# The first architecture of each kind, in the order of ZOO.
+KINDS = {
+    "GPT2LMHeadModel": "decoders, from GPT-2 and Llama to Mixtral and Mamba",
+    "BertModel": "encoders, from BERT to ModernBERT and FNet",
+    "T5Model": "both, from T5 to LED",
+    "ResNetForImageClassification": "images, from ResNet and EfficientNet to Swin and Hiera",
+    "Wav2Vec2Model": "sound and series, from Wav2Vec2 to PatchTST",
+}
+RECORD = documents.RECORDS / "compact_zoo.json"
 
 
 @torch.no_grad()
@@ -267,8 +276,8 @@ def settle_norms(model: nn.Module, inputs: Inputs) -> None:
     model.eval()
 
 
-def run(model: nn.Module, name: str, seed: int) -> str:
-    """Make units dead, compact the model and return a summary; raise if the outputs differ."""
+def run(model: nn.Module, name: str, seed: int) -> dict[str, Any]:
+    """Make units dead, compact the model and return the result; raise if the outputs differ."""
     torch.manual_seed(seed)
     example, fresh = inputs_of(model, name, 2), inputs_of(model, name, 3)
     kill(model, seed)
@@ -282,33 +291,73 @@ def run(model: nn.Module, name: str, seed: int) -> str:
     if error > TOLERANCE[dtype] and not rounding:
         raise ValueError(f"outputs differ by {error:.1e} of the largest element")
     before, after = report.parameters
-    kept = sum(len(one.units) for one in report.kept)
-    operations = sorted({one.rpartition("(")[2].rstrip(")") for one in report.unknown})
-    constant = difference(expected, outputs(model, inputs_of(model, name, 3))) < 1e-3
+    return {
+        "parameters": [before, after],
+        "removed": report.units,
+        "kept": sum(len(one.units) for one in report.kept),
+        "difference": error,
+        "unknown": sorted({one.rpartition("(")[2].rstrip(")") for one in report.unknown}),
+        "constant": difference(expected, outputs(model, inputs_of(model, name, 3))) < 1e-3,
+    }
+
+
+def line_of(found: dict[str, Any]) -> str:
+    """Return the result of a run in one line."""
+    before, after = found["parameters"]
     return (
-        f"{before:8,} -> {after:8,}  {report.units:5,} removed, {kept:5,} kept  {error:.0e}  "
-        f"{'constant outputs  ' if constant else ''}{', '.join(operations)}"
+        f"{before:8,} -> {after:8,}  {found['removed']:5,} removed, {found['kept']:5,} kept  "
+        f"{found['difference']:.0e}  {'constant outputs  ' if found['constant'] else ''}"
+        f"{', '.join(found['unknown'])}"
     )
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Return the table of docs/compact.md."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for found in runs:
+        if found["name"] in KINDS:
+            own = kinds.setdefault(KINDS[found["name"]], [])
+        own.append(found)
+    rows = []
+    for kind, own in kinds.items():
+        removed = [100 * (1 - after / before) for before, after in (r["parameters"] for r in own)]
+        largest = [
+            max(r["difference"] for r in own if r["dtype"] == dtype)
+            for dtype in ("float32", "float64")
+        ]
+        rows.append([
+            kind,
+            str(len({r["name"] for r in own})),
+            f"{statistics.median(removed):.0f} %, {max(removed):.0f} %",
+            *(f"{x:.0e}".replace("e-0", "e-") for x in largest),
+            f"{sum(not r['removed'] for r in own)} of {len(own)}",
+        ])  # fmt: skip
+    header = ["kind", "architectures", "parameters removed, median and maximum"]
+    header += ["largest difference, float32", "float64", "runs without removal"]
+    return documents.markdown(header, rows)
 
 
 def main(chosen: list[str]) -> int:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     names = [name for name in ZOO if not chosen or any(one in name for one in chosen)]
-    runs = [
-        (name, seed, torch.float32 if name in FLOAT32_ONLY else dtype)
-        for name in names
-        for seed, dtype in enumerate(TOLERANCE)
-    ]
-    failed = 0
-    for name, seed, dtype in runs:
-        try:
-            line = run(build(name).to(dtype), name, seed)
-        except Exception as error:
-            failed += 1
-            line = f"failed: {error}"
-        print(f"{name:36} {str(dtype)[6:]}  {line}", flush=True)
-    print(f"{len(names)} architectures, {len(runs)} runs, {failed} failed")
+    runs, failed = [], 0
+    for name in names:
+        for seed, wanted in enumerate(TOLERANCE):
+            dtype = torch.float32 if name in FLOAT32_ONLY else wanted
+            about = {"name": name, "seed": seed, "dtype": str(dtype)[6:]}
+            try:
+                runs.append({**about, **run(build(name).to(dtype), name, seed)})
+                line = line_of(runs[-1])
+            except Exception as error:
+                failed += 1
+                line = f"failed: {error}"
+            print(f"{name:36} {about['dtype']}  {line}", flush=True)
+    print(f"{len(names)} architectures, {len(runs) + failed} runs, {failed} failed")
+    if not chosen and not failed:
+        record = {**provenance("transformers"), "runs": runs}
+        RECORD.write_text(json.dumps(record, indent=0) + "\n", encoding="utf-8")
+        documents.write({"compact_zoo": table(runs)}, {})
     return bool(failed)
 
 

@@ -62,6 +62,19 @@ def test_tables_of_bridge_regression_match_the_record(monkeypatch):
     assert written("bridge_*") == importlib.import_module("bridge_tables").tables()
 
 
+def test_tables_of_the_examples_match_the_record(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    assert written("beyond_*") == importlib.import_module("beyond").tables()
+
+
+def test_table_of_compacted_architectures_matches_the_record(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    zoo = importlib.import_module("compact_zoo")
+    record = json.loads(zoo.RECORD.read_text())
+    assert written("compact_zoo") == {"compact_zoo": zoo.table(record["runs"])}
+
+
 def test_gaps_in_the_summary_of_the_results_match_the_tables():
     page = (ROOT / "docs/results.md").read_text()
     stated = re.search(
