@@ -81,6 +81,8 @@ ABLATION: dict[str, Options] = {
     "dense AdamW": {"method": "adamw", "weight_decay": 0.3},
     "target": _TARGET,
     "target, scaled updates": {**_TARGET, "update_power": 0.5},
+    "1 % zeros": {**_TARGET, "target": 0.01},
+    "1 % zeros, scaled updates": {**_TARGET, "target": 0.01, "update_power": 0.5},
     "target, update power 0.25": {**_TARGET, "update_power": 0.25},
     "target, update power 1": {**_TARGET, "update_power": 1.0},
     "target, rank by magnitude": {**_TARGET, "rank": "magnitude", "pull": 0.0},
