@@ -422,3 +422,16 @@ def test_damaged_torch_files_raise_file_format_errors(tmp_path, new_format):
         except FileFormatError:
             failed += 1
     assert failed > 20
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage is dep")
+def test_tensor_in_the_storage_of_a_quantized_one_is_refused(tmp_path):
+    quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+    swap = (b"X\x01\x00\x00\x001", b"X\x01\x00\x00\x000")
+    write_zip(
+        tmp_path / "file.pt",
+        {"q": quantized, "w": torch.ones(1)},
+        change=lambda name, data: data.replace(*swap) if name.endswith("data.pkl") else data,
+    )
+    with pytest.raises(FileFormatError, match="a quantized tensor is damaged"):
+        inspect(tmp_path / "file.pt")

@@ -229,7 +229,11 @@ def _tensor_source(name: str, tensor: Tensor) -> Source:
 
 
 def _dense_blocks(tensor: Tensor) -> Iterator[Block]:
-    tensor = tensor.dequantize() if tensor.is_quantized else tensor
+    try:
+        tensor = tensor.dequantize() if tensor.is_quantized else tensor
+    except RuntimeError as error:  # scales that do not fit the tensor
+        reason = str(error).split("\n")[0][:200]
+        raise FileFormatError(f"a quantized tensor is damaged: {reason}") from None
     begin = 0
     for part in _parts(tensor.detach()):
         array = to_array(part)
