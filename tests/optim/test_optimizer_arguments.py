@@ -250,3 +250,18 @@ class TestSettingsChangedBetweenSteps:
         with pytest.raises((TypeError, ValueError), match=message):
             optimizer.step()
         assert all(map(torch.equal, before, params))
+
+    def test_values_that_change_in_place_are_checked_at_each_step(self):
+        weight_decay, betas = torch.tensor(0.1), [0.9, 0.99]
+        optimizer = PAdam(parameters(), weight_decay=weight_decay)
+        for group in optimizer.param_groups:
+            group["betas"] = betas
+            set_gradients(group["params"], 0)
+        optimizer.step()
+        betas[1] = 2.0
+        with pytest.raises(ValueError, match=r"at index 1: 2\.0, must be below 1"):
+            optimizer.step()
+        betas[1] = 0.99
+        weight_decay.fill_(-1.0)
+        with pytest.raises(ValueError, match=r"weight_decay must be finite and >= 0, got -1\.0"):
+            optimizer.step()

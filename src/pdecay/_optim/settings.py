@@ -6,6 +6,7 @@ leave the first one a step ahead.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ _FLAGS = (
     *("foreach", "fused"),
 )
 _NUMBERS = ("eps", "weight_decay", "momentum", "dampening")
+_SETTINGS = (*_FLAGS, *_NUMBERS, "betas")
 
 
 def check_settings(group: Group, optimizer: Optimizer) -> None:
@@ -32,14 +34,23 @@ def check_settings(group: Group, optimizer: Optimizer) -> None:
     if is_tracing():  # torch.compile does not trace all of the rest
         return
     penalty_of(group)
+    if group.get("metric") == "adaptive" and not group.get("metric_mean"):
+        _check_whole(optimizer)
+    # These checks take longer than the rest of a step of a small model: repeat them only if a
+    # setting is another object. Tensors and lists may change in place, and are checked each time.
+    values = [*map(group.get, _SETTINGS)]
+    passed: dict[int, list[Any]] = vars(optimizer).setdefault("_passed_settings", {})
+    known = passed.get(id(group))  # the object may be another one: equal values pass as well
+    if known is not None and all(map(operator.is_, known, values)):
+        return
     check_flags(group)
     for name in _NUMBERS:
         if name in group:
             check_scalar(name, group[name])
     if "betas" in group:
         check_betas(group["betas"])
-    if group.get("metric") == "adaptive" and not group.get("metric_mean"):
-        _check_whole(optimizer)
+    if all(map(_is_immutable, values)):
+        passed[id(group)] = values
 
 
 def check_flags(settings: Mapping[str, Any]) -> None:
@@ -77,6 +88,12 @@ def check_not_scaled(optimizer: Optimizer) -> None:
                 f"optimizer.{name} is set, and {type(optimizer).__name__} unscales no gradients; "
                 "call GradScaler.step, which unscales them and skips steps, and set no attribute"
             )
+
+
+def _is_immutable(value: object) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_immutable, value))
+    return value is None or type(value) in (bool, int, float)
 
 
 def _check_whole(optimizer: Optimizer) -> None:
