@@ -29,7 +29,13 @@ from pdecay.lab.train.training import RECORD, WEIGHTS, train
 from provenance import provenance
 from study import TASKS, Study
 
-NETWORKS = (("AdamW, dense", 0.0), ("target", 0.9), ("target", 0.95))
+NETWORKS = (
+    ("AdamW, dense", 0.0),
+    ("target", 0.9),
+    ("target", 0.95),
+    ("target, scaled updates", 0.9),
+    ("target, scaled updates", 0.95),
+)
 CACHE_BYTES = 1 << 28  # more than the caches hold
 COLD_CALLS = 25
 
@@ -43,9 +49,19 @@ def main() -> None:
     for task in args.task or TASKS:
         study = Study(task, "cpu")
         if study.path("final").exists():
-            rows = [measure(study, name, level, args) for name, level in NETWORKS]
+            rows = [
+                measure(study, name, level, args)
+                for name, level in NETWORKS
+                if has_runs(study, name, level)
+            ]
             lines = [json.dumps({**row, **provenance()}) + "\n" for row in rows]
             study.path("deploy").write_text("".join(lines))
+
+
+def has_runs(study: Study, name: str, level: float) -> bool:
+    """Return whether the study has final runs of a method at a level of sparsity."""
+    grid = study.final_grids(name).get(level)
+    return grid is not None and bool(study.runs(grid))
 
 
 def measure(study: Study, name: str, level: float, args: argparse.Namespace) -> dict[str, Any]:
