@@ -48,6 +48,7 @@ def run_all(plan, storage=None):
         accuracy = 90 - 1000 * abs(settings.options["lam"] - 0.01)
         result = {"accuracy": accuracy, "sparsity": 0.5, "tradeoff": accuracy + 0.5}
         record = {"id": settings.id, "status": "ok", "result": result}
+        trial.set_user_attr("record", record)
         study.optuna.tell(trial, plan.values(record))
     return found
 
