@@ -1,4 +1,4 @@
-"""Small networks for the tests of deployment, and a helper that makes them sparse."""
+"""Small networks for the tests of deployment, and helpers that make them sparse and compare them."""
 
 from __future__ import annotations
 
@@ -29,3 +29,22 @@ def mostly_zero(model, sparsity=0.9):
                 for i in range(flat.shape[1]):
                     flat[i % len(flat), i] = 0.5
     return model
+
+
+def with_batch_statistics(model, *inputs):
+    """Give batch norms running statistics and random affine parameters."""
+    model.train()
+    for _ in range(3):
+        model(*inputs)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) and module.affine:
+            nn.init.uniform_(module.weight, 0.5, 2.0)
+            nn.init.normal_(module.bias)
+    return model
+
+
+def assert_same(deployed, model, *inputs):
+    model.eval()
+    with torch.no_grad():
+        for given in (inputs, tuple(one.flip(0) for one in inputs)):
+            torch.testing.assert_close(deployed(*given), model(*given), rtol=1e-4, atol=1e-5)
