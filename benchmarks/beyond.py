@@ -1,6 +1,6 @@
 """Run the examples beyond neural networks, and write the tables and figures of docs/examples.md.
 
-python benchmarks/beyond.py          # benchmarks/records/beyond.json, then as below; two minutes
+python benchmarks/beyond.py          # benchmarks/records/beyond.json, then as below
 python benchmarks/beyond.py table    # docs/_data/beyond_*.md
 """
 

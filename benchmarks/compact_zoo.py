@@ -290,9 +290,8 @@ def run(model: nn.Module, name: str, seed: int) -> dict[str, Any]:
     rounding = dtype is torch.float32 and agree_in_float64(model, smaller, fresh)
     if error > TOLERANCE[dtype] and not rounding:
         raise ValueError(f"outputs differ by {error:.1e} of the largest element")
-    before, after = report.parameters
     return {
-        "parameters": [before, after],
+        "parameters": [*report.parameters],
         "removed": report.units,
         "kept": sum(len(one.units) for one in report.kept),
         "difference": error,

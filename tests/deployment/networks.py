@@ -1,4 +1,4 @@
-"""Small networks for the tests of deployment, and helpers that make them sparse and compare them."""
+"""Small networks for the tests of deployment, and helpers to make them sparse and compare them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # no stub
 
 from pdecay._core.auxiliary import as_plain
 from pdecay._core.penalty import Penalty, as_penalty

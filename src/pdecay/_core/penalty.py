@@ -137,7 +137,7 @@ class Lp(Penalty):
         object.__setattr__(self, "lam", check_number("lam", self.lam))
 
     @property
-    def terms(self) -> tuple[Lp, ...]:  # type: ignore[override]
+    def terms(self) -> tuple[Lp, ...]:  # type: ignore[override]  # a field in Penalty
         return (self,)
 
     def _value(self, x: Array) -> Array:

@@ -103,7 +103,10 @@ def _operand(other: Any) -> Any:
 
 
 class _ListNamespace(TorchNamespace):
-    """The array API functions for a :class:`TensorList`."""
+    """The array API functions for a :class:`TensorList`.
+
+    mypy reports that they take other arguments than those of the base class, which take tensors.
+    """
 
     @staticmethod
     def abs(x: TensorList) -> TensorList:  # type: ignore[override]

@@ -119,7 +119,7 @@ def complete_groups(optimizer: Optimizer) -> None:
     elif local is not optimizer and getattr(local, "_decays", False):
         for group in optimizer.param_groups:
             if "decay_1d" not in group:
-                write_settings(group, local._defaults())  # type: ignore[attr-defined]
+                write_settings(group, local._defaults())  # type: ignore[attr-defined]  # a _Decaying
 
 
 def is_decaying(optimizer: Optimizer) -> bool:

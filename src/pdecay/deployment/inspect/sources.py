@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pdecay._utils.errors import root_cause
 from pdecay.deployment.files.codec import BLOCK, Encoding
 from pdecay.deployment.files.container import FileFormatError, short_repr
 from pdecay.deployment.files.dtypes import BY_TORCH, to_array
@@ -232,7 +233,7 @@ def _dense_blocks(tensor: Tensor) -> Iterator[Block]:
     try:
         tensor = tensor.dequantize() if tensor.is_quantized else tensor
     except RuntimeError as error:  # scales that do not fit the tensor
-        reason = str(error).split("\n")[0][:200]
+        reason = root_cause(error)[:200]
         raise FileFormatError(f"a quantized tensor is damaged: {reason}") from None
     begin = 0
     for part in _parts(tensor.detach()):
