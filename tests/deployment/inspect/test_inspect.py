@@ -424,6 +424,16 @@ def test_damaged_torch_files_raise_file_format_errors(tmp_path, new_format):
     assert failed > 20
 
 
+def test_file_is_read_after_one_with_a_wrong_sparse_tensor_and_a_forbidden_type(tmp_path):
+    wrong = torch.sparse_coo_tensor([[9]], [1.0], (3,), check_invariants=False)
+    torch.save({"s": wrong, "type": Unsafe()}, tmp_path / "bad.pt")
+    torch.save({"s": torch.eye(3).to_sparse()}, tmp_path / "good.pt")
+    with pytest.raises(FileFormatError, match="weights_only=True"):
+        inspect(tmp_path / "bad.pt")
+    (layer,) = inspect(tmp_path / "good.pt").layers
+    assert layer.counts.zeros == 6
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage is dep")
 def test_tensor_in_the_storage_of_a_quantized_one_is_refused(tmp_path):
     quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)

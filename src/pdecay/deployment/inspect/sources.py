@@ -124,9 +124,7 @@ def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dic
 
 def _unpickle(path: str | os.PathLike[str]) -> object:
     try:
-        # torch.load checks the indices of sparse tensors only in this context. Wrong ones make
-        # operations read and write foreign memory.
-        with torch.sparse.check_sparse_tensor_invariants():
+        with _checking_sparse_tensors():
             if _first_bytes(path) != _ARCHIVE:  # the old format, which cannot be memory-mapped
                 with (
                     open(path, "rb") as file,
@@ -144,6 +142,23 @@ def _unpickle(path: str | os.PathLike[str]) -> object:
             f"torch.load(weights_only=True) failed ({type(error).__name__}: {reason}); expected a "
             "file written by torch.save(model.state_dict(), path)"
         ) from None
+
+
+@contextmanager
+def _checking_sparse_tensors() -> Iterator[None]:
+    """Let torch.load check the indices of sparse tensors.
+
+    Operations on a tensor with wrong indices read and write foreign memory.
+    """
+    # torch.load lists the tensors to check in a global variable. If it fails, it leaves them there
+    # and the next call raises their errors.
+    waiting = torch._utils._sparse_tensors_to_validate
+    waiting.clear()
+    try:
+        with torch.sparse.check_sparse_tensor_invariants():
+            yield
+    finally:
+        waiting.clear()
 
 
 def _first_bytes(path: str | os.PathLike[str]) -> bytes:
