@@ -53,6 +53,45 @@ class TestBadInput:
         assert same(everything(optimizer), before)
 
     @BOTH
+    def test_invalid_lr_of_a_new_group_raises(self, cls):
+        a, _, c, _ = parameters()
+        with pytest.raises(ValueError, match=r"lr must be finite and >= 0, got -0\.1"):
+            cls([{"params": [a]}, {"params": [c], "lr": -0.1}])
+        optimizer = cls([a])
+        with pytest.raises(TypeError, match="lr must be a number, got 'fast'"):
+            optimizer.add_param_group({"params": [c], "lr": "fast"})
+        assert len(optimizer.param_groups) == 1
+
+    @PATHS
+    @pytest.mark.parametrize(
+        ("name", "bad", "message"),
+        [
+            ("metric", "size", 'metric must be "magnitude" or "adaptive", got \'size\''),
+            ("metric_mean", -1.0, "metric_mean must be finite and >= 0, got -1.0"),
+            ("decay_1d", "no", "decay_1d must be True or False, got 'no'"),
+        ],
+    )
+    def test_decay_setting_that_became_invalid_moves_no_weight(
+        self, foreach, name, bad, message, same
+    ):
+        optimizer = PAdam(parameters(), lr=0.05, decay=DECAY, foreach=foreach)
+        steps(optimizer, 2)
+        optimizer.param_groups[0][name] = bad
+        before = everything(optimizer)
+        with pytest.raises((TypeError, ValueError), match=message):
+            steps(optimizer, 1)
+        assert same(everything(optimizer), before)
+
+    def test_slow_auxiliary_variable_under_the_adaptive_metric_moves_no_weight(self, same):
+        optimizer = PAdam(parameters(), lr=0.05, decay=DECAY, metric="adaptive")
+        steps(optimizer, 2)
+        optimizer.param_groups[0]["decay_auxiliary"] = [1, 0.1, 1.0]
+        before = everything(optimizer)
+        with pytest.raises(ValueError, match="supports no slow auxiliary variable"):
+            steps(optimizer, 1)
+        assert same(everything(optimizer), before)
+
+    @BOTH
     @PATHS
     @pytest.mark.parametrize("name", ["found_inf", "grad_scale"])
     def test_attributes_of_a_scaler_raise(self, cls, foreach, name, same):

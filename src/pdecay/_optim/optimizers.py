@@ -65,6 +65,8 @@ class _Decaying(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):  # else torch raises a clear error
             check_flags(param_group)
+            if "lr" in param_group:
+                check_scalar("lr", param_group["lr"])
             param_group = group_with_settings(param_group, self._defaults())
         super().add_param_group(param_group)
         if "decay" in self.defaults:  # else __init__ is still running, and warns at its end

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pdecay._core.group_settings import Group, check_changes, penalty_of
+from pdecay._core.group_settings import Group, check_changes, check_metric, penalty_of
 from pdecay._core.penalty import Penalty
 from pdecay._core.tensors import is_tracing
 from pdecay._core.validation import check_flag, check_number
@@ -22,10 +22,10 @@ from pdecay._optim.hooks import is_local
 
 _FLAGS = (
     *("amsgrad", "maximize", "nesterov", "capturable", "differentiable", "stochastic_rounding"),
-    *("foreach", "fused"),
+    *("foreach", "fused", "decay_1d"),
 )
-_NUMBERS = ("eps", "weight_decay", "momentum", "dampening")
-_SETTINGS = (*_FLAGS, *_NUMBERS, "betas")
+_NUMBERS = ("eps", "weight_decay", "momentum", "dampening", "metric_mean")
+_SETTINGS = (*_FLAGS, *_NUMBERS, "betas", "metric")
 
 
 def check_settings(group: Group, optimizer: Optimizer) -> None:
@@ -34,8 +34,10 @@ def check_settings(group: Group, optimizer: Optimizer) -> None:
     if is_tracing():  # torch.compile does not trace all of the rest
         return
     penalty_of(group)
-    if group.get("metric") == "adaptive" and not group.get("metric_mean"):
-        _check_whole(optimizer)
+    if group.get("metric") == "adaptive":
+        check_metric("adaptive", group["decay_auxiliary"])
+        if not group.get("metric_mean"):
+            _check_whole(optimizer)
     # These checks take a few percent of a step of a small model: skip them while all settings are
     # the objects that passed. Tensors and lists may change in place, and are checked each time.
     values = [*map(group.get, _SETTINGS)]
@@ -49,6 +51,8 @@ def check_settings(group: Group, optimizer: Optimizer) -> None:
             check_scalar(name, group[name])
     if "betas" in group:
         check_betas(group["betas"])
+    if "metric" in group:
+        check_metric(group["metric"])
     if all(map(_is_immutable, values)):
         passed[id(group)] = values
 
@@ -93,7 +97,7 @@ def check_not_scaled(optimizer: Optimizer) -> None:
 def _is_immutable(value: object) -> bool:
     if type(value) is tuple:
         return all(map(_is_immutable, value))
-    return value is None or type(value) in (bool, int, float)
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _check_whole(optimizer: Optimizer) -> None:

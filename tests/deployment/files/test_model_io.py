@@ -48,6 +48,16 @@ def test_tied_tensor_fills_untied_weights(path):
     assert torch.equal(other.head.weight, other.embedding.weight)
 
 
+@pytest.mark.parametrize("example", [None, torch.ones(1, 3)])
+def test_tensor_with_the_name_of_the_program_is_refused(path, example):
+    model = nn.ModuleDict({"pdecay": nn.Linear(3, 2)})
+    model["pdecay"].register_buffer("program", torch.ones(2))
+    model.forward = lambda x: model["pdecay"](x) * model["pdecay"].program
+    with pytest.raises(ValueError, match=r"a tensor is named 'pdecay\.program'"):
+        save(model, path, example_inputs=example)
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_ties_with_unusual_names(path, dense):
     weight, state = torch.randn(4), {}

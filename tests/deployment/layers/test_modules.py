@@ -515,3 +515,8 @@ def test_other_layers_than_conv2d_are_refused(layer):
 def test_other_layers_than_linear_are_refused(layer):
     with pytest.raises(TypeError, match=f"needs an nn.Linear, got {type(layer).__name__}"):
         SparseLinear(layer)
+
+
+def test_relu_that_is_no_flag_is_refused():
+    with pytest.raises(TypeError, match="relu must be True or False, got 'yes'"):
+        SparseLinear(nn.Linear(4, 3), relu="yes")

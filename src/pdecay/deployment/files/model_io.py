@@ -30,7 +30,7 @@ from pdecay.deployment.files.pretrained import (
     weights_to_save,
     write_config,
 )
-from pdecay.deployment.files.programs import PROGRAM, restored, with_program
+from pdecay.deployment.files.programs import PROGRAM, check_names, restored, with_program
 from pdecay.deployment.files.reader import FORMAT, FORMAT_VERSION, TIED, TensorFile
 from pdecay.deployment.files.save_report import SaveReport
 from pdecay.deployment.files.table import Row
@@ -109,6 +109,8 @@ def save(
     example = None if is_pretrained_model(model) else kept_example(model)
     example = example if example_inputs is None else Inputs.of(example_inputs)
     state = _collect(model if example is None else with_program(model, example))
+    if example is None:
+        check_names(state)
     header = {"format": "pt"} if dense else {"format": FORMAT, "format_version": FORMAT_VERSION}
     header["pdecay_version"] = pdecay.__version__
     if isinstance(model, nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,14 @@ _MAX_PROGRAM = 1 << 22
 _TOLERANCE = 1e-4  # relative to the largest element of an output
 
 
+def check_names(names: Container[str]) -> None:
+    """Raise a ValueError if a tensor has the name of the program."""
+    if PROGRAM in names:
+        raise ValueError(
+            f"a tensor is named {PROGRAM!r}, the name of the program of a saved model: rename it"
+        )
+
+
 def with_program(model: object, example: Inputs) -> dict[str, Tensor]:
     """Return the tensors of a model's program and the program itself as a tensor of bytes."""
     if not isinstance(model, nn.Module):
@@ -40,6 +48,7 @@ def with_program(model: object, example: Inputs) -> dict[str, Tensor]:
                     f"the program has {captured.program_size:,} bytes, more than {_MAX_PROGRAM:,}: "
                     "save the parts of the model separately, or the weights without example_inputs"
                 )
+            check_names(captured.tensors)
             program = torch.frombuffer(bytearray(captured.program), dtype=torch.uint8)
             state = {PROGRAM: program, **captured.tensors}
             _compare(model, restored(state), example)

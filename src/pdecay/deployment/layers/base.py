@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pdecay._core.validation import check_flag
 from pdecay.deployment.layers import kernel
 from pdecay.deployment.layers.kernel import Call, Plan, is_traced
 from pdecay.deployment.layers.shapes import NonZeros, Shape
@@ -72,6 +73,7 @@ class SparseLayer(nn.Module):
 
     def __init__(self, layer: nn.Linear | nn.Conv2d, shape: Shape, *, relu: bool) -> None:
         super().__init__()
+        check_flag("relu", relu)
         weight = layer.weight.detach()
         if weight.dtype not in _DTYPES or weight.device.type != "cpu":
             raise ValueError(
