@@ -4,8 +4,8 @@
  *   w <- w_tilde / (1 + sum_k c_k |w_old|^(p_k - 2)),   c_k = lr * lam_k
  *
  * A stream is the array of all weights, of all gradients, or of one kind of optimizer state. Each thread takes a part
- * of each tensor, the same as in torch's own loops: weights and state stay in the cache of one core. Parts are split
- * into blocks that fit into the L1 cache. decay.h computes the factor, update.h the updates, fastpow.h the power.
+ * of each tensor, the same as in torch's own loops: weights and state stay in the cache of one core. Updates of several
+ * loops run on blocks that fit into the L1 cache. decay.h computes the factor, update.h the updates, fastpow.h the power.
  * Half-precision blocks are converted to float and back. The loops are plain C that compilers vectorise; build.py
  * explains the compiler flags.
  *
@@ -29,8 +29,8 @@ enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };      /* as in native.py */
 enum { DONE, BAD_DTYPE, NO_MEMORY };
 enum { WEIGHT_ITSELF, LENGTH, SQUARED_LENGTH };       /* see update.h */
 /* Traits of an update: the decay acts on lengths in Adam's metric; the processor flushes denormals of decayed tensors
- * to zero; it takes a square root for each weight. */
-enum { ADAPTIVE = 1, FLUSHES = 2, TAKES_ROOT = 4 };
+ * to zero; it takes a square root for each weight; it has a loop of its own for each form up to TWO_POWERS. */
+enum { ADAPTIVE = 1, FLUSHES = 2, TAKES_ROOT = 4, SPECIALISED = 8 };
 enum { FLAT, P_0, P_HALF, P_1, P_3_2, FITTED, POWER, TWO_POWERS, POWERS, READY, LATER };     /* see decay.h, update.h */
 
 /* The streams of each step. */
@@ -144,15 +144,24 @@ static int64_t width_of(int dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOA
 
 /* ---- the weights from `begin` to `end` of one tensor ---- */
 
+/* Whether an update of floats is a single loop. It needs no blocks, and is up to 5 % faster without them. */
+static int is_single_loop(const job *job, int form)
+{
+    if (job->traits & ADAPTIVE && form != FLAT && form != FITTED) return 0;
+    return job->traits & SPECIALISED && form < POWERS;
+}
+
 static void run_f32(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
     const double *scalars = job->scalars ? job->scalars + 2 * tensor : NULL;
+    const decay_f32 *decay = &job->decay_f32[job->plan_of[tensor]];
+    const int64_t most = is_single_loop(job, decay->form) ? end - begin : BLOCK;
     float factor[BLOCK], length[BLOCK];
-    for (int64_t at = begin; at < end; at += BLOCK) {
-        block_f32 block = { .factor = factor, .length = length, .n = end - at < BLOCK ? end - at : BLOCK };
+    for (int64_t at = begin; at < end; at += most) {
+        block_f32 block = { .factor = factor, .length = length, .n = end - at < most ? end - at : most };
         for (int s = 0; s < job->streams; s++)
             block.stream[s] = (float *)job->call->data[s * job->call->tensors + tensor] + at;
-        job->update_f32(job->settings, &job->decay_f32[job->plan_of[tensor]], scalars, block);
+        job->update_f32(job->settings, decay, scalars, block);
     }
 }
 
@@ -308,7 +317,8 @@ int pdecay_adam(const call *call, void *const *steps, int double_steps, double l
         .call = call, .streams = amsgrad ? 5 : 4,
         .written = 1u << WEIGHT | 1u << AVERAGE | 1u << SQUARE | 1u << LARGEST_SQUARE,
         .scalars = scalars, .settings = &settings,
-        .traits = TAKES_ROOT | (per_mean > 0 ? ADAPTIVE : 0) | (eps >= smallest_eps ? FLUSHES : 0),
+        .traits = TAKES_ROOT | (per_mean != 0 ? ADAPTIVE : 0) | (eps >= smallest_eps ? FLUSHES : 0)
+                  | (amsgrad ? 0 : SPECIALISED),
         .update_f32 = amsgrad ? amsgrad_f32 : adam_f32, .update_f64 = amsgrad ? amsgrad_f64 : adam_f64,
     });
     free(scalars);
@@ -322,10 +332,15 @@ int pdecay_sgd(const call *call, const unsigned char *first, double lr, double m
     sgd_settings settings = { lr, momentum, dampening, weight_decay, nesterov, maximize };
     double *scalars = malloc((2 * (size_t)call->tensors + 1) * sizeof *scalars);
     if (!scalars) return NO_MEMORY;
-    for (int64_t i = 0; i < call->tensors; i++) scalars[2 * i] = first[i];
+    unsigned specialised = momentum != 0 && !nesterov ? SPECIALISED : 0;
+    for (int64_t i = 0; i < call->tensors; i++) {
+        scalars[2 * i] = first[i];
+        if (first[i]) specialised = 0;
+    }
     int status = run((job){
         .call = call, .streams = momentum ? 3 : 2, .written = 1u << WEIGHT | 1u << BUFFER,
-        .scalars = scalars, .settings = &settings, .traits = FLUSHES, .update_f32 = sgd_f32, .update_f64 = sgd_f64,
+        .scalars = scalars, .settings = &settings, .traits = FLUSHES | specialised, .update_f32 = sgd_f32,
+        .update_f64 = sgd_f64,
     });
     free(scalars);
     return status;
@@ -348,7 +363,7 @@ int pdecay_copy(const call *given)
 int pdecay_decay(const call *call)
 {
     return run((job){
-        .call = call, .streams = 2, .written = 1u << WEIGHT, .traits = FLUSHES, .backwards = 1,
+        .call = call, .streams = 2, .written = 1u << WEIGHT, .traits = FLUSHES | SPECIALISED, .backwards = 1,
         .update_f32 = decay_only_f32, .update_f64 = decay_only_f64,
     });
 }

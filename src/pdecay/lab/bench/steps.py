@@ -1,8 +1,8 @@
 """The time of an optimizer step relative to torch's fused optimizer.
 
-Absolute times on a shared machine vary. All methods therefore step on the same tensors in turn for
-many rounds, in a new random order each, and each is reported as the ratio of its median to that of
-torch's fused optimizer.
+Absolute times on a shared machine vary from minute to minute. All methods therefore step on the
+same tensors in turn for many rounds, in a new random order each. A method's ratio is the median,
+over the rounds, of its time relative to that of torch's fused optimizer in the same round.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import json
+import operator
 import os
 import random
 import statistics
@@ -330,10 +331,12 @@ def _measure(
             began = time.perf_counter()
             steppers[cell]()
             times[cell].append(time.perf_counter() - began)
-    base = statistics.median(times[cells[0]])
+    base = times[cells[0]]
     for name, norm in cells:
-        taken = statistics.median(times[name, norm])
-        yield Cost(model, count, name, norm, 1e3 * taken, taken / base, extra[name, norm])
+        taken = times[name, norm]
+        ratio = statistics.median(map(operator.truediv, taken, base))
+        milliseconds = 1e3 * statistics.median(taken)
+        yield Cost(model, count, name, norm, milliseconds, ratio, extra[name, norm])
 
 
 def _step(optimizer: Optimizer, path: KernelName | None) -> None:
