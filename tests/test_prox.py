@@ -271,7 +271,7 @@ class TestProperties:
 class TestExtremes:
     @pytest.mark.parametrize("p", ALL_P)
     @pytest.mark.parametrize(
-        ("dtype", "most"), [(torch.float64, 30), (torch.float32, 18)], ids=["double", "single"]
+        ("dtype", "most"), [(torch.float64, 30), (torch.float32, 35)], ids=["double", "single"]
     )
     def test_tiny_and_huge_weights(self, p, dtype, most):
         exponents = torch.linspace(-most, most, 61, dtype=torch.float64)
@@ -291,6 +291,17 @@ class TestExtremes:
                 bound = torch.minimum(x, (x / lam) ** (1 / (p - 1)))
                 tiny = torch.finfo(dtype).smallest_normal * 2 ** (1 + max(1, 1 / (p - 1)))
                 assert (alive | (bound <= tiny)).all()
+
+    @pytest.mark.parametrize("p", [2.5, 3.9])
+    @pytest.mark.parametrize(("x", "lam"), [(1e24, 1e-22), (1e-24, 1e30)])
+    def test_sum_where_weight_by_lam_exceeds_single_precision(self, x, lam, p):
+        penalty = Lp(p, lam) + Lp(3.5, lam)
+        single, double = (
+            prox.penalty_prox(penalty, torch.tensor([x], dtype=dtype), lr=1.0).double()
+            for dtype in (torch.float32, torch.float64)
+        )
+        assert 0 < double < 2 * x
+        torch.testing.assert_close(single, double, rtol=1e-5, atol=0)
 
     @frameworks
     @pytest.mark.parametrize("p", ALL_P)

@@ -177,7 +177,7 @@ def _single(x: Array, p: float, lam: Strength) -> Array:
     # away from the singularity at 0, where the equation's derivative is at least 1 - p / 2.
     r = 2 * (1 - p) / (2 - p)
     threshold = p / (2 - p) * r ** (1 - p)
-    a = _a(x, p, lam)
+    a = _share(x, x, p, lam)
     u = _BELOW_1.get(p, _newton_below_1)(a, p) * x
     return xp.where(a < threshold, u, 0.0)
 
@@ -224,12 +224,11 @@ def _newton_above_1(x: Array, p: float, lam: Strength) -> Array:
     units of this upper bound, no power can overflow and the root is not far below 1.
     """
     xp = _math(x)
-    bound = (x / lam) ** (1 / (p - 1))
-    bound = xp.where(bound < x, bound, x)
+    bound = xp.minimum(x, _root(x, p, lam))
     # The two terms at u = bound, in units of x. The larger is 1 up to the rounding of `bound`. That
     # rounding matters: for p close to 1, bound is a high power of x / lam.
     c = bound / x
-    b = xp.where(bound < x, lam / x * bound ** (p - 1), _a(x, p, lam))
+    b = _share(bound, x, p, lam)
     t = xp.ones_like(x)
     if p < 2:
         # Concave: Newton's iteration increases towards the root. Start from its first step, which
@@ -261,17 +260,12 @@ def _several(x: Array, strengths: dict[float, Strength]) -> tuple[Array, Array]:
     longer positive; there the objective is above its value at u = 0.
     """
     xp = _math(x)
-    roots = {p: (x / lam) ** (1 / (p - 1)) for p, lam in strengths.items() if p > 1}
     bound = x
-    for root in roots.values():
-        bound = xp.where(root < bound, root, bound)
-
-    def share(p: float, lam: Strength) -> Array:
-        """Return the term at u = bound, in units of x."""
-        return (bound / roots[p]) ** (p - 1) if p > 3 else lam / x * bound ** (p - 1)
-
+    for p, lam in strengths.items():
+        if p > 1:
+            bound = xp.minimum(bound, _root(x, p, lam))
     c = bound / x
-    shares = [(p, share(p, lam)) for p, lam in strengths.items()]
+    shares = [(p, _share(bound, x, p, lam)) for p, lam in strengths.items()]
     t = xp.ones_like(x)
     for _ in range(_several_steps(strengths)):
         powers = [(p - 1, b * t ** (p - 1)) for p, b in shares]
@@ -291,11 +285,20 @@ def _several_steps(strengths: dict[float, Strength]) -> int:
     return 10 + math.ceil(math.log(1 / min(max(nearest, 1e-16), 1.0)))
 
 
-def _a(x: Array, p: float, lam: Strength) -> Array:
-    """Return ``a = lam * x^(p-2)``, computed so that only a itself can overflow or underflow."""
-    if p <= 3:
-        return lam / x * x ** (p - 1)
-    return (x * lam ** (1 / (p - 2))) ** (p - 2)
+def _root(x: Array, p: float, lam: Strength) -> Array:
+    """Return u with ``lam * u^(p-1) = x``, p > 1, nearly: the power is rounded.
+
+    For p > 2, x / lam may overflow or underflow although u does not.
+    """
+    power = 1 / (p - 1)
+    return (x / lam) ** power if p < 2 else x**power / lam**power
+
+
+def _share(u: Array, x: Array, p: float, lam: Strength) -> Array:
+    """Return ``lam * u^(p-1)`` in units of x; only the result itself can overflow or underflow."""
+    if p < 2:
+        return lam / x * u ** (p - 1)
+    return (lam**0.5 / x**0.5 * u ** ((p - 1) / 2)) ** 2
 
 
 _BELOW_1: dict[float, Callable[[Array, float], Array]] = {1 / 2: _half, 2 / 3: _two_thirds}
