@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import pickle
 import warnings
 
 import pytest
@@ -90,6 +91,39 @@ class TestResume:
         assert SparsityTarget(optimizer, 0.5, STEPS).last_step == 20
         with pytest.raises(ValueError, match="already zero"):
             SparsityTarget(padam(model), 0.5, STEPS)
+
+    @pytest.mark.parametrize("make", [padam, attached])
+    @pytest.mark.parametrize("options", [{}, {"update_power": 0.5}, {"rank": "magnitude"}])
+    @pytest.mark.parametrize("target_first", [True, False])
+    def test_deepcopy_with_the_optimizer_continues(self, make, options, target_first):
+        model = build()
+        optimizer = make(model)
+        target = SparsityTarget(optimizer, 0.9, STEPS, **options)
+        objects = [target, model, optimizer]
+        train(model, optimizer, 20)
+        copies = copy.deepcopy(objects if target_first else objects[::-1])
+        twin, other, steered = copies if target_first else copies[::-1]
+        assert twin.optimizers == [steered]
+        train(model, optimizer, start=20)
+        assert twin.last_step == 20
+        train(other, steered, start=20)
+        assert_equal(model, other)
+        assert twin.sparsity == pytest.approx(0.9, abs=1e-3)
+
+    def test_deepcopy_of_a_detached_target_and_of_one_without_optimizer(self):
+        optimizer = attached(build())
+        target = SparsityTarget(optimizer, 0.9, STEPS)
+        target.detach()
+        copied, _ = copy.deepcopy((optimizer, target))
+        assert not copied._optimizer_step_pre_hooks
+        del optimizer, copied
+        assert "deleted optimizer" in repr(copy.deepcopy(target))
+
+    def test_pickle_says_what_to_save(self):
+        optimizer = padam(build())
+        target = SparsityTarget(optimizer, 0.9, STEPS)
+        with pytest.raises(TypeError, match=r"cannot be pickled: save the state_dict\(\)"):
+            pickle.dumps((optimizer, target))
 
     def test_state_is_plain_numbers(self):
         optimizer = padam(build())

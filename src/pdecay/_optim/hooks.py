@@ -17,11 +17,14 @@ that the two are freed together without the garbage collector. ``detach()`` remo
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import weakref
+from collections.abc import Iterator
+from itertools import takewhile
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +36,8 @@ from pdecay._optim.state_precision import restore_squares
 
 T = TypeVar("T", bound="StepHooks")
 
+# Attributes that a copy of an object does not take over.
+_OF_ONE_OPTIMIZER = ("_optimizer", "_outer_step", "_handles", "_checkpoint")
 _OPTIMIZER_FILE = sys.modules[Optimizer.__module__].__file__  # torch runs the hooks in it
 
 
@@ -58,6 +63,33 @@ class StepHooks:
         if optimizer is None:
             raise ReferenceError("the optimizer was deleted: keep a reference to it")
         return optimizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy that acts on the copy of the optimizer, which torch makes without hooks.
+
+        Objects that act before this one on the optimizer are copied first, to keep the order.
+        """
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        optimizer = self._optimizer()
+        acting = _hooks_of(optimizer) if self._handles else iter(())
+        for other in takewhile(lambda other: other is not self, acting):
+            copy.deepcopy(other, memo)
+        own = {key: value for key, value in vars(self).items() if key not in _OF_ONE_OPTIMIZER}
+        twin.__dict__.update(copy.deepcopy(own, memo))
+        if optimizer is None:
+            twin._optimizer, twin._handles = self._optimizer, []
+        else:
+            StepHooks.__init__(twin, copy.deepcopy(optimizer, memo))
+            if self._handles:
+                twin.register()
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "hooks of an optimizer (attach, SparsityTarget, pruning) cannot be pickled: save the "
+            "state_dict() of the model and of the optimizer, and create them again"
+        )
 
     def register(self) -> None:
         """Register the hooks on the optimizer."""
@@ -125,9 +157,7 @@ class StepHooks:
 
 def find_hooks(optimizer: Optimizer, kind: type[T]) -> T | None:
     """Return the first object of a class that is registered on the optimizer."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    owners = (getattr(hook, "__self__", None) for hook in hooks)
-    return next((owner for owner in owners if isinstance(owner, kind)), None)
+    return next((owner for owner in _hooks_of(optimizer) if isinstance(owner, kind)), None)
 
 
 def unwrap(optimizer: Any) -> Any:
@@ -222,6 +252,14 @@ def check_takes_hooks(optimizer: object, caller: str) -> None:
             f"{name} wraps another optimizer and has no step hooks; pass the inner optimizer to "
             f"{caller}"
         ) from None
+
+
+def _hooks_of(optimizer: Optimizer | None) -> Iterator[StepHooks]:
+    """Yield the objects that act on an optimizer, in their order."""
+    for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, StepHooks):
+            yield owner
 
 
 def _calling_step() -> FrameType:

@@ -13,6 +13,7 @@ import ctypes
 import operator
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ class OldWeights:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._set_weights([])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OldWeights:
+        return OldWeights()  # its memory has a meaning only within a step
 
     def copy(self, weights: list[Tensor]) -> bool:
         """Copy the weights; return False if C cannot read them."""
