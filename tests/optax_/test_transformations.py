@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from pdecay import Every, Lp
-from pdecay.optax import p_norm_decay, padam, psgd, sparsity_target
+from pdecay.optax import p_norm_decay, padam, psgd, sparsity_target, with_sparsity_target
 
 from .training import SCHEDULE, first_params, gradient, train, zeros
 
@@ -52,6 +52,23 @@ def test_jit_and_scan_equal_eager_steps(auxiliary):
 
     assert_close(scanned(params), expected)
     assert_close(train(tx, 10), expected)
+
+
+@pytest.mark.parametrize("auxiliary", [None, Every(3)])
+def test_state_and_weights_can_be_donated(auxiliary):
+    tx = with_sparsity_target(padam(SCHEDULE, decay=DECAY, auxiliary=auxiliary), 0.8, 10)
+    expected = train(tx, 10)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, t):
+        updates, state = tx.update(gradient(params, t), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.copy, first_params())
+    state = tx.init(params)
+    for t in range(10):
+        params, state = step(params, state, t)
+    assert_close(params, expected)
 
 
 def test_vmap_trains_an_ensemble_with_one_lam_each():

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from pdecay import Lp
-from pdecay.optax import p_norm_decay, padam, with_p_norm_decay
+from pdecay.optax import p_norm_decay, padam, with_p_norm_decay, with_sparsity_target
 
 from .training import SCHEDULE, first_params, train, zeros
 
@@ -80,6 +80,17 @@ def test_wrapper_rejects_apply_if_finite_inside(right):
     around = optax.apply_if_finite(padam(SCHEDULE, decay=DECAY), 10**6)
     assert zeros(train(with_bad_steps(around), repeat=2)) == pytest.approx(zeros(right), abs=0.01)
     assert abs(zeros(train(with_bad_steps(wrong), repeat=2)) - zeros(right)) > 0.05
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [optax.MultiSteps(optax.sgd(0.1), 4), optax.apply_if_finite(optax.sgd(0.1), 5)],
+    ids=["MultiSteps", "apply_if_finite"],
+)
+def test_target_rejects_an_optimizer_that_skips_steps(inner):
+    """Its ramp counts calls and would end after a quarter of the steps."""
+    with pytest.raises(ValueError, match=r"Put optax\.\w+ around with_sparsity_target"):
+        with_sparsity_target(inner, 0.8, 40).init(first_params())
 
 
 def test_casting_updates_to_bfloat16_loses_the_decay():

@@ -94,8 +94,9 @@ def p_norm_decay(
         anchors: Tree = ()
         if plain:
             anchors = jax.tree.map(lambda w: _first_anchor(w, pairs, plain[2]), params)
-        zero = jnp.zeros((), jnp.int32)
-        return PNormDecayState(zero, jax.tree.map(has_nonzero, params), anchors, zero)
+        # two arrays: jit cannot donate one buffer twice
+        count, steps = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return PNormDecayState(count, jax.tree.map(has_nonzero, params), anchors, steps)
 
     def update(
         updates: Tree, state: PNormDecayState, params: Tree | None = None
@@ -171,6 +172,23 @@ def check_params(params: Tree | None, name: str) -> None:
         raise ValueError(
             f"{name} needs the weights: call tx.update(gradients, state, params), got params=None"
         )
+
+
+def check_order(state: Any, caller: str) -> None:
+    """Raise an error if a transformation with this state does not take every step."""
+    wrappers = {optax.MultiStepsState: "MultiSteps", optax.ApplyIfFiniteState: "apply_if_finite"}
+    for node in nodes_of(state, tuple(wrappers)):
+        name = f"optax.{wrappers[type(node)]}"
+        raise ValueError(
+            f"the given tx contains {name}, which skips steps, but {caller} would act at every "
+            f"call. Put {name} around {caller}(...)."
+        )
+
+
+def nodes_of(state: Any, types: tuple[type, ...]) -> list[Any]:
+    """Return the parts of a state that have one of the types."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, types))
+    return [leaf for leaf in leaves if isinstance(leaf, types)]
 
 
 def has_nonzero(w: jax.Array) -> jax.Array:

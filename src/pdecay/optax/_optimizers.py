@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
 
 from pdecay._core.auxiliary import Auxiliary
 from pdecay._core.penalty import Lp
-from pdecay.optax._decay import Decay, Mask, Setting, Tree, p_norm_decay
+from pdecay.optax._decay import (
+    Decay,
+    Mask,
+    Setting,
+    Tree,
+    check_order,
+    nodes_of,
+    p_norm_decay,
+)
 
 _DEFAULT_DECAY = Lp(1, 1e-2)
 
@@ -54,7 +61,7 @@ def with_p_norm_decay(
 
     def init(params: Tree) -> Any:
         state = chain.init(params)
-        _check_order(state[0])
+        check_order(state[0], "with_p_norm_decay")
         if not callable(learning_rate):
             _check_constant_rate(state[0])
         return state
@@ -103,36 +110,19 @@ def psgd(
     return with_p_norm_decay(tx, decay, learning_rate, mask, auxiliary=auxiliary)
 
 
-def _check_order(state: Any) -> None:
-    """Raise an error if a transformation with this state does not take every step."""
-    wrappers = {optax.MultiStepsState: "MultiSteps", optax.ApplyIfFiniteState: "apply_if_finite"}
-    for node in _nodes(state, tuple(wrappers)):
-        name = f"optax.{wrappers[type(node)]}"
-        raise ValueError(
-            f"the given tx contains {name}, which skips steps, but the decay would act at every "
-            f"call. Put {name} around with_p_norm_decay(...)."
-        )
-
-
 def _check_constant_rate(state: Any) -> None:
     """Raise an error if a transformation with this state has a scheduled learning rate."""
     injected = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-    if any("learning_rate" in node.hyperparams for node in _nodes(state, injected)):
+    if any("learning_rate" in node.hyperparams for node in nodes_of(state, injected)):
         raise ValueError(
             "the given tx holds its learning rate in inject_hyperparams, where the decay cannot "
             "see it. Put inject_hyperparams around: optax.inject_hyperparams(padam)(...)."
         )
-    if _nodes(state, (optax.ScaleByScheduleState,)):
+    if nodes_of(state, (optax.ScaleByScheduleState,)):
         raise ValueError(
             "the given tx has a schedule, but learning_rate is a constant. Pass the schedule; for "
             "a constant on purpose, pass a function of the step that returns it."
         )
-
-
-def _nodes(state: Any, types: tuple[type, ...]) -> list[Any]:
-    """Return the parts of a state that have one of the types."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, types))
-    return [leaf for leaf in leaves if isinstance(leaf, types)]
 
 
 def _is_multi_steps(tx: object) -> bool:

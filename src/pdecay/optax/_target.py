@@ -21,7 +21,14 @@ import optax
 
 from pdecay._core.ramp import check_ramp, check_target, cubic_ramp, ramp_steps
 from pdecay._core.validation import check_count
-from pdecay.optax._decay import Mask, Tree, check_params, has_nonzero, masked_to_weights
+from pdecay.optax._decay import (
+    Mask,
+    Tree,
+    check_order,
+    check_params,
+    has_nonzero,
+    masked_to_weights,
+)
 
 _MOST = 2**31 - 1  # counts are 32-bit integers
 _BETA = 0.999  # of the running mean of squared gradients, as in pdecay.SparsityTarget
@@ -81,8 +88,13 @@ def with_sparsity_target(
     more array for each weight. Small weights that matter to the loss are then kept longer.
 
     Args:
-        tx: an optimizer, with or without decay.
-        target, total_steps, start, end, mask: as in :func:`sparsity_target`.
+        tx: an optimizer, with or without decay. Wrappers that skip or delay steps, such as
+            ``optax.MultiSteps``, belong around the result.
+        target, total_steps, start, end, mask: as in :func:`sparsity_target`. Weights that `tx`
+            leaves unchanged are pruned, too: exclude frozen tensors by the mask.
+
+    Raises:
+        ValueError: from ``init``, if `tx` skips or delays steps.
 
     Example:
         >>> tx = with_sparsity_target(optax.adam(1e-3), 0.9, total_steps=1000)
@@ -91,7 +103,9 @@ def with_sparsity_target(
     pruning = masked_to_weights(_pruning(target, total_steps, start, end, is_adaptive=True), mask)
 
     def init(params: Tree) -> tuple[Any, Any]:
-        return inner.init(params), pruning.init(params)
+        state = inner.init(params)
+        check_order(state, "with_sparsity_target")
+        return state, pruning.init(params)
 
     def update(
         updates: Tree, state: tuple[Any, Any], params: Tree | None = None, **extra: Any
