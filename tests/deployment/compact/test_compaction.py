@@ -18,6 +18,12 @@ from pdecay.deployment.model.inputs import Inputs
 from .models import build, kill
 
 
+def with_sparse_weight():
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(torch.eye(3)[:2].to_sparse())
+    return model
+
+
 def dead_unit(width: int = 6) -> nn.Sequential:
     """Return a network whose unit 1 is not read."""
     torch.manual_seed(0)
@@ -228,12 +234,31 @@ def test_second_compact_removes_nothing():
         (nn.DataParallel(dead_unit()), torch.randn(4, 3), CompactError, "give its .module"),
         (nn.LazyLinear(3), torch.randn(4, 3), CompactError, "run the model once before compact"),
         (nn.Linear(3, 2, device="meta"), torch.randn(4, 3), CompactError, "on the meta device"),
+        (dead_unit(), torch.eye(4).to_sparse(), TypeError, "has a torch.sparse_coo tensor: give"),
+        (with_sparse_weight(), torch.randn(4, 3), CompactError, "weight is a torch.sparse_coo"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
 def test_bad_arguments_raise(model, example, error, message):
     with pytest.raises(error, match=message):
         compact(model, example)
+
+
+def test_sparse_tensor_in_the_forward_raises():
+    class Graph(nn.Linear):
+        def forward(self, x):
+            return torch.sparse.mm(torch.eye(len(x)).to_sparse(), super().forward(x))
+
+    with pytest.raises(CompactError, match=r"in the forward is a torch.sparse_coo tensor: compact"):
+        compact(Graph(3, 2), torch.randn(4, 3))
+
+
+def test_quantized_model_raises():
+    torchao = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(8, 4))
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    with pytest.raises(CompactError, match=r"0.weight is a Int8Tensor: .* before a quantization"):
+        compact(model, torch.randn(2, 8))
 
 
 def test_compiled_model_raises():

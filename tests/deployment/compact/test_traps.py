@@ -179,6 +179,20 @@ def test_layer_that_runs_twice():
     assert smaller.start.out_features == 4
 
 
+def test_gradient_in_the_forward():
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            energy = self.last(torch.tanh(self.first(x))).sum()
+            return torch.autograd.grad(energy, x)[0]
+
+    model = Model(forward, first=nn.Linear(4, 8), last=nn.Linear(8, 1))
+    model.first.weight.data[:3] = 0
+    smaller = compacted(model, torch.randn(5, 4))
+    assert smaller.first.weight.shape == (5, 4)
+    assert {one.layer for one in smaller.compact_report.kept} <= {"last.weight"}
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_embedding_bag_dimensions(mode):
     model = nn.Sequential(nn.EmbeddingBag(9, 6, mode=mode), nn.Linear(6, 3))

@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 from pdecay.deployment.compact import CompactError
 from pdecay.deployment.layers import kernel as layers_kernel
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLinear
+from pdecay.deployment.model.errors import DeploymentError
 from pdecay.deployment.runtime import layer_choice, pipeline
 from pdecay.deployment.runtime.pipeline import deploy
 from pdecay.lab.models import GPT, MLP, ResNet
@@ -390,9 +391,24 @@ def test_invalid_models_are_rejected(clock):
         deploy(compiled, torch.randn(1, 2))
     with pytest.raises(TypeError, match="the model is compiled"):
         deploy(torch.jit.ScriptModule(), torch.randn(1, 2))
+    sparse = nn.Linear(2, 2)
+    sparse.register_buffer("graph", torch.eye(2).to_sparse())
+    with pytest.raises(TypeError, match=r"graph is a torch.sparse_coo tensor: deploy needs plain"):
+        deploy(sparse, torch.randn(1, 2))
     masked = prune.random_unstructured(nn.Linear(2, 2), "weight", 0.5)
     with pytest.raises(CompactError, match=r"remove\(layer, 'weight'\)"):
         deploy(masked, torch.randn(1, 2))
+
+
+def test_gradient_in_the_forward_raises():
+    class Force(nn.Linear):
+        def forward(self, x):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_(True)
+                return torch.autograd.grad(super().forward(x).tanh().sum(), x)[0]
+
+    with pytest.raises(DeploymentError, match=r"does not run under .* only compacted with"):
+        deploy(Force(2, 2), torch.randn(1, 2))
 
 
 def test_everything_is_dense_without_compiler(clock, monkeypatch):

@@ -128,7 +128,10 @@ def kept_units(analysis: Analysis, removal: Removal, kept: KeptPositions) -> Ite
         producer = rule_for(call).producer(call)
         if producer is not None:
             weight, axis = producer
-            layers.setdefault(weight, []).append((call, axis))
+            calls = layers.setdefault(weight, [])
+            # A gradient in the forward also multiplies by the transpose, which has other units.
+            if not calls or _labels(call, axis) == _labels(*calls[0]):
+                calls.append((call, axis))
     for weight, calls in layers.items():
         alive = torch.stack([_alive(call, axis) for call, axis in calls]).any(0)
         # The weight's first axis with the size of the smaller model translates the indices.
@@ -141,6 +144,10 @@ def kept_units(analysis: Analysis, removal: Removal, kept: KeptPositions) -> Ite
             units.setdefault(reason, []).append(int(original[i]))
         for reason, indices in units.items():
             yield KeptUnits(weight, tuple(indices), reason)
+
+
+def _labels(call: Call, axis: int) -> list[int]:
+    return [int(label) for label in call.outs[0].labels[axis]]
 
 
 def _alive(call: Call, axis: int) -> torch.Tensor:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pdecay.deployment.model.state import not_plain
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -54,6 +56,10 @@ class Inputs:
                 "example_inputs has a key-value cache, which every call changes: give "
                 "pdecay.integrations.transformers.generation_example(input_ids, new_tokens)"
             )
+        for tensor in made.tensors:
+            kind = not_plain(tensor)
+            if kind is not None:
+                raise TypeError(f"example_inputs has a {kind}: give plain tensors (to_dense())")
         shapes = [tuple(tensor.shape) for tensor in made.tensors]
         if shapes and all(0 in shape for shape in shapes):
             raise ValueError(

@@ -36,6 +36,13 @@ def without_attention_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
+def not_plain(tensor: Tensor) -> str | None:
+    """Return the kind of a sparse, quantized or otherwise wrapped tensor; None if it is plain."""
+    if tensor.layout != torch.strided:
+        return f"{tensor.layout} tensor"
+    return type(tensor).__name__ if hasattr(tensor, "__tensor_flatten__") else None
+
+
 def shared_copy(model: Model) -> Model:
     """Return a copy in eval mode that shares the original's parameters and buffers."""
     tensors = (*model.parameters(), *model.buffers())

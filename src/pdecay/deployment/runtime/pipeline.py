@@ -15,10 +15,12 @@ from torch import nn
 from pdecay._utils.progress import Progress
 from pdecay.deployment.compact import CompactError, compact
 from pdecay.deployment.layers.modules import SparseLayer
+from pdecay.deployment.model.errors import DeploymentError
 from pdecay.deployment.model.inputs import Inputs, keep_example
 from pdecay.deployment.model.outputs import difference, outputs
 from pdecay.deployment.model.state import (
     buffer_values,
+    not_plain,
     set_buffers,
     shared_copy,
     total_nbytes,
@@ -92,6 +94,7 @@ def deploy(
 
     Raises:
         CompactError: if the model does not run on the example.
+        DeploymentError: if the model does not run under ``torch.inference_mode()``.
         ValueError: if an argument is invalid, or a plan does not fit the model.
 
     Example:
@@ -137,7 +140,13 @@ def _deployed(
     buffers = buffer_values(smaller)
     given = shared_copy(model)
     set_buffers(given, buffer_values(model))  # a run may change them
-    usage = observe_usage(smaller, inputs)
+    try:
+        usage = observe_usage(smaller, inputs)
+    except Exception as cause:  # it ran without inference mode
+        raise DeploymentError(
+            f"the model does not run under torch.inference_mode() ({cause}): a model that computes "
+            "gradients in its forward cannot be deployed, only compacted with pdecay.compact"
+        ) from cause
     folded = fold_batch_norms(smaller, usage)
     removed = _removed_units(smaller)
     end = max(end, time.perf_counter() + _MEASURING_SHARE * seconds)
@@ -227,6 +236,13 @@ def _check_deployable(model: object) -> None:
             f"{''.join(compiled[:1]) or 'the model'} is compiled, which hides its layers: deploy "
             "the original model"
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        kind = not_plain(tensor)
+        if kind is not None:
+            raise TypeError(
+                f"{name} is a {kind}: deploy needs plain tensors, so call it before a quantization "
+                "and convert sparse tensors with to_dense()"
+            )
     report = getattr(model, "report", None)
     if isinstance(report, DeployReport):
         raise ValueError("the model is deployed already: deploy the trained model")
