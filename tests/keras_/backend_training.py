@@ -98,6 +98,27 @@ def test_resume_from_a_keras_file_is_exact(digits, tmp_path):
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.parametrize("target_first", [True, False])
+def test_backup_and_restore_continues_exactly(digits, tmp_path, target_first):
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    def run(*more):
+        model = compiled(pk.PAdam(1e-2, decay=Lp(0.8, 1e-2)))
+        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+        callbacks = [pk.SparsityTarget(0.8), backup]
+        fit(model, digits, 5, callbacks=[*callbacks[:: 1 if target_first else -1], *more])
+        return weights(model)
+
+    whole = run()
+    with pytest.raises(KeyboardInterrupt):
+        run(Interrupt())
+    for ours, theirs in zip(run(), whole, strict=True):
+        assert (ours == theirs).all()
+
+
 def test_decay_makes_zeros_and_the_logger_counts_them(digits):
     model = compiled(pk.PSGD(0.1, momentum=0.9, decay=Lp(0.8, 1e-2)))
     history = fit(model, digits, 3, callbacks=[pk.SparsityLogger()])["sparsity"]

@@ -118,6 +118,10 @@ class SparsityTarget(SparsityLogger):
                 stacklevel=2,
             )
 
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Read the step again: ``BackupAndRestore`` may have restored it when training began."""
+        self._step = _steps(self._optimizer())
+
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember some weights, to measure how far the step moves them."""
         if self._before is None and self._is_due(self._step, self._step + 1):
