@@ -184,3 +184,18 @@ def test_rejects_bad_arguments():
         doctor([], PAdam(model.parameters()))
     with pytest.raises(TypeError, match=r"needs a torch\.optim\.Optimizer"):
         doctor(model, model)
+
+
+@pytest.mark.parametrize(
+    ("weight_norm", "names"),
+    [(nn.utils.parametrizations.weight_norm, "*original?"), (nn.utils.weight_norm, "*weight_[gv]")],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_reports_weight_norm_whose_rows_can_become_zero(weight_norm, names):
+    model = nn.Sequential(weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2))
+    assert the_finding(model, PAdam(param_groups(model)), "weight_norm").level == "warning"
+    assert found(model, PAdam(param_groups(model, exclude=names))) == []
+    direction = [param for param in model.parameters() if param.shape == (3, 4)]
+    with torch.no_grad():
+        direction[0][0] = 0
+    assert model[0](torch.ones(1, 4)).isnan().any()

@@ -8,6 +8,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Adam, Optimizer
 
 from pdecay._core.group_settings import Group, decayed_params, penalty_of, scale_of
@@ -62,6 +65,7 @@ def doctor(model: nn.Module, optimizer: Optimizer) -> list[Finding]:
     if not findings:
         findings += _check_zero_tensors(model, optimizer)
         findings += _check_norms_and_biases(model, optimizer)
+        findings += _check_weight_norms(model, optimizer)
         findings += _check_settings(optimizer)
         findings += _check_strength(model, optimizer)
     findings += _check_ownership(model, optimizer)
@@ -121,6 +125,25 @@ def _check_norms_and_biases(model: nn.Module, optimizer: Optimizer) -> Iterator[
             f"biases or norms decay, which saves little and costs accuracy: {_list(found)}",
             "build the groups with pdecay.param_groups(model), or set the group's 'decay_1d' to "
             "False",
+        )
+
+
+def _check_weight_norms(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
+    decaying = {param for param, _, _, penalty in _decaying(optimizer) if penalty.absorbs}
+    found = [
+        name
+        for param, owners in owners_of(model)
+        for name, module in owners
+        if param in decaying and _is_weight_norm_direction(name, module)
+    ]
+    if found:
+        yield Finding(
+            "warning",
+            "weight_norm divides by the norm of each row, so a row whose weights all become zero "
+            f"gives NaN: {_list(found)}",
+            "call torch.nn.utils.parametrize.remove_parametrizations (or remove_weight_norm) on "
+            "these layers before the training, or exclude them: "
+            "param_groups(model, exclude='*original?')",
         )
 
 
@@ -280,6 +303,14 @@ def _decaying(optimizer: Optimizer) -> Iterator[tuple[Tensor, float, Group, Pena
         for i, param in enumerate(group["params"]):
             if any(param is other for other in decayed):
                 yield param, scale_of(param, i, group), group, penalty
+
+
+def _is_weight_norm_direction(name: str, module: nn.Module) -> bool:
+    """Check for the parameter v of weight_norm, ``w = g * v / |v|``, in its new and old form."""
+    if isinstance(module, ParametrizationList):
+        return name.endswith(".original1") and any(isinstance(one, _WeightNorm) for one in module)
+    hooks = module._forward_pre_hooks.values()
+    return name.endswith("_v") and any(isinstance(hook, WeightNorm) for hook in hooks)
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:

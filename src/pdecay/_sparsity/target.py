@@ -340,7 +340,7 @@ class SparsityTarget:
         cause = (
             f"{FLOAT16_CAUSE}: {FLOAT16_REMEDY}"
             if half
-            else "Load the last good checkpoint; lower lr or clip the gradients"
+            else "Load the last good checkpoint; lower lr, clip the gradients, or run pdecay.doctor"
         )
         warnings.warn(
             f"SparsityTarget: weights are infinite or NaN after step {self.last_step}. {cause}",
