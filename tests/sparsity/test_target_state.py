@@ -119,6 +119,19 @@ class TestResume:
         del optimizer, copied
         assert "deleted optimizer" in repr(copy.deepcopy(target))
 
+    @pytest.mark.parametrize("make", [padam, attached])
+    @pytest.mark.parametrize("options", [{}, {"update_power": 0.5}])
+    def test_parameters_appended_to_a_group_join_the_ramp(self, make, options):
+        model = build()
+        optimizer = make(model)
+        target = SparsityTarget(optimizer, 0.9, STEPS, **options)
+        train(model, optimizer, 20)
+        model.append(nn.Linear(4, 4, bias=False))
+        optimizer.param_groups[0]["params"].append(model[-1].weight)
+        train(model, optimizer, start=20)
+        assert target.sparsity == pytest.approx(0.9, abs=1e-3)
+        assert zeros([model[-1].weight]) > 0
+
     def test_pickle_says_what_to_save(self):
         optimizer = padam(build())
         target = SparsityTarget(optimizer, 0.9, STEPS)

@@ -31,6 +31,11 @@ def complete_state(groups: list[Group], target: float, end: int) -> None:
     the checkpoint was written without this target. `end` is the last step of the ramp.
     """
     complete = [group for group in groups if group.get("target_sparsity") == target]
+    for group in complete:
+        added = len(group["params"]) - len(group["target_initial"])
+        if added > 0:  # parameters that were appended to the group
+            group["target_initial"] = group["target_initial"] + [-1] * added
+            group["target_means"] = [0.0] * len(group["params"])
     if len(complete) == len(groups):
         return
     state: Group = dict.fromkeys(_SHARED, 0.0) | {"target_step": 0}
