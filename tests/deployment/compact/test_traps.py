@@ -365,3 +365,17 @@ def test_dtype_that_a_rule_does_not_support_keeps_units(monkeypatch):
     monkeypatch.setattr("pdecay.deployment.compact.rules.products.MatrixProduct.label", fail)
     report = compact(nn.Sequential(nn.Linear(3, 2)), torch.randn(2, 3)).compact_report
     assert report.unknown == ("0 (addmm)",)
+
+
+def test_example_that_hides_other_values_of_a_shuffle():
+    def forward(model, x):
+        x = model.first(x).relu()
+        return model.second(model.norm(torch.channel_shuffle(x, 2) * x.tanh()))
+
+    layers = {"first": nn.Conv1d(2, 6, 1), "second": nn.Conv1d(6, 4, 1)}
+    model = Model(forward, **layers, norm=nn.InstanceNorm1d(6))
+    model.first.weight.data[[0, 1, 2, 4, 5]] = 0
+    model.first.bias.data = torch.tensor([0.5, 0.4, 0.3, -100.0, 0.2, 0.1])
+    smaller = compact(model, torch.randn(3, 2, 5))  # unit 3 is zero for small inputs
+    x = 1000 * torch.randn(3, 2, 5)
+    torch.testing.assert_close(smaller(x), model(x))
