@@ -5,7 +5,7 @@
  *
  * A stream is the array of all weights, of all gradients, or of one kind of optimizer state. Each thread takes a part
  * of each tensor, the same as in torch's own loops: weights and state stay in the cache of one core. Updates of several
- * loops run on blocks that fit into the L1 cache. decay.h computes the factor, update.h the updates, fastpow.h the power.
+ * loops run on blocks that fit into the L1 cache. decay.h computes the factor, update.h updates, fastpow.h the power.
  * Half-precision blocks are converted to float and back. The loops are plain C that compilers vectorise; build.py
  * explains the compiler flags.
  *

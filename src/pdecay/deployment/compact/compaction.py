@@ -31,7 +31,7 @@ from pdecay.deployment.model.outputs import (
     difference,
     outputs,
 )
-from pdecay.deployment.model.state import not_plain
+from pdecay.deployment.model.state import check_plain
 
 _RANDOM_CHECKS = 2  # random inputs that the smaller model is checked on, besides the example
 
@@ -191,7 +191,7 @@ class _Compaction:
         if trace.error is not None:
             raise CompactError(f"the model cannot be traced: {trace.error}") from trace.error
         for value in trace.values:
-            _check_plain("a tensor in the forward", value.tensor)
+            check_plain("a tensor in the forward", value.tensor, "compact", CompactError)
         return analyse(trace, _fixed_tensors(current))
 
     def _update_kept(self, removal: Removal, trace: Trace) -> None:
@@ -289,16 +289,7 @@ def _check_model(model: object) -> None:
             raise CompactError(
                 f"{name} is on the meta device or sharded: load or gather it before compact"
             )
-        _check_plain(name, tensor)
-
-
-def _check_plain(name: str, tensor: Tensor) -> None:
-    kind = not_plain(tensor)
-    if kind is not None:
-        raise CompactError(
-            f"{name} is a {kind}: compact needs plain tensors, so call it before a quantization "
-            "and convert sparse tensors with to_dense()"
-        )
+        check_plain(name, tensor, "compact", CompactError)
 
 
 def _fixed_tensors(model: nn.Module) -> dict[str, str]:

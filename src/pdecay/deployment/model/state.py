@@ -43,6 +43,16 @@ def not_plain(tensor: Tensor) -> str | None:
     return type(tensor).__name__ if hasattr(tensor, "__tensor_flatten__") else None
 
 
+def check_plain(name: str, tensor: Tensor, caller: str, error: type[Exception]) -> None:
+    """Raise an error of the given type, in the words of the caller, if a tensor is not plain."""
+    kind = not_plain(tensor)
+    if kind is not None:
+        raise error(
+            f"{name} is a {kind}: {caller} needs plain tensors, so call it before a quantization "
+            "and convert sparse tensors with to_dense()"
+        )
+
+
 def shared_copy(model: Model) -> Model:
     """Return a copy in eval mode that shares the original's parameters and buffers."""
     tensors = (*model.parameters(), *model.buffers())

@@ -20,7 +20,7 @@ from pdecay.deployment.model.inputs import Inputs, keep_example
 from pdecay.deployment.model.outputs import difference, outputs
 from pdecay.deployment.model.state import (
     buffer_values,
-    not_plain,
+    check_plain,
     set_buffers,
     shared_copy,
     total_nbytes,
@@ -237,12 +237,7 @@ def _check_deployable(model: object) -> None:
             "the original model"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        kind = not_plain(tensor)
-        if kind is not None:
-            raise TypeError(
-                f"{name} is a {kind}: deploy needs plain tensors, so call it before a quantization "
-                "and convert sparse tensors with to_dense()"
-            )
+        check_plain(name, tensor, "deploy", TypeError)
     report = getattr(model, "report", None)
     if isinstance(report, DeployReport):
         raise ValueError("the model is deployed already: deploy the trained model")
