@@ -2,8 +2,10 @@
  *
  * The power takes long chains of instructions that wait for each other. A processor fills the gaps with the next
  * iterations, but holds only three or four of them at a time. Each operation here therefore works on two vectors,
- * whose instructions alternate. AVX-512 also has instructions that split a number into exponent and mantissa.
- * Without these instructions, HAS_PAIRS (fastpow.h) is 0 and the loops of update.h run.
+ * whose instructions alternate, and the second half of an update runs beside the first half of the next one. AVX-512
+ * also has instructions that split a number into exponent and mantissa.
+ *
+ * Without AVX2, HAS_PAIRS (fastpow.h) is 0 and the loops of update.h run.
  *
  * The processor must flush denormals to zero (see enter_flush in step.c), which saves masks.
  */
@@ -139,9 +141,8 @@ INLINE pair power_pair(const pair_power *term, pair w)
 }
 
 /* w_tilde * t / (t + 1) with t = |old|^(2 - p) / c, as in decay.h. Results below the smallest normal number are 0. */
-INLINE pair decayed(const pair_power *term, pair w_tilde, pair old)
+INLINE pair decayed(pair w_tilde, pair t)
 {
-    pair t = power_pair(term, old);
     return add(mul(w_tilde, over(t, add(t, both(1)))), both(0));       /* -0.0 + 0.0 is 0.0 */
 }
 
@@ -151,51 +152,81 @@ typedef struct {
     pair_power term;
 } pairs_settings;
 
-/* Update PAIR weights, `at` weights after the beginning of each stream. */
-INLINE void adam_pair(const pairs_settings *s, float *const *stream, int64_t at, int squared_length)
+/* Each update of PAIR weights, `at` weights after the beginning of each stream, has two halves. The first returns the
+ * numbers that the second needs; those that it does not set are not used. */
+typedef struct { pair t, denominator, squared_length; } begun;
+
+INLINE begun begin_adam(const pairs_settings *s, float *const *stream, int64_t at, int squared_length)
 {
     pair w = load(stream[WEIGHT] + at), g = load(stream[GRADIENT] + at);
     pair square = mul_add(s->beta2, load(stream[SQUARE] + at), mul(mul(s->new2, g), g));
-    pair average = mul_add(s->beta1, load(stream[AVERAGE] + at), mul(s->new1, g));
     store(stream[SQUARE] + at, square);
+    pair square_root = root(square);        /* early, because it takes long */
+    pair average = mul_add(s->beta1, load(stream[AVERAGE] + at), mul(s->new1, g));
     store(stream[AVERAGE] + at, average);
-    pair denominator = mul_add(root(square), s->per_root, s->eps);
-    pair w_tilde = mul_sub(s->keep, w, over(mul(s->step_size, average), denominator));
-    if (squared_length) {
+    begun begun = { 0 };
+    if (!squared_length) begun.t = power_pair(&s->term, w);
+    begun.denominator = mul_add(square_root, s->per_root, s->eps);
+    if (squared_length) {       /* the power would make this half much longer than the other */
         pair scaled = mul(w, both(SQUARE_SCALE));
-        w = mul(mul(scaled, scaled), mul(denominator, s->per_mean));
+        begun.squared_length = mul(mul(scaled, scaled), mul(begun.denominator, s->per_mean));
     }
-    store(stream[WEIGHT] + at, decayed(&s->term, w_tilde, w));
+    return begun;
 }
 
-INLINE void sgd_pair(const pairs_settings *s, float *const *stream, int64_t at, int has_weight_decay)
+INLINE void end_adam(const pairs_settings *s, float *const *stream, int64_t at, begun begun, int squared_length)
+{
+    if (squared_length) begun.t = power_pair(&s->term, begun.squared_length);
+    pair move = over(mul(s->step_size, load(stream[AVERAGE] + at)), begun.denominator);
+    store(stream[WEIGHT] + at, decayed(mul_sub(s->keep, load(stream[WEIGHT] + at), move), begun.t));
+}
+
+INLINE begun begin_sgd(const pairs_settings *s, float *const *stream, int64_t at, int has_weight_decay)
 {
     pair w = load(stream[WEIGHT] + at), g = load(stream[GRADIENT] + at);
+    pair t = power_pair(&s->term, w);
     g = has_weight_decay ? mul_add(s->new1, g, mul(s->new2, w)) : mul(s->new1, g);
-    pair move = mul_add(s->beta1, load(stream[BUFFER] + at), g);
-    store(stream[BUFFER] + at, move);
-    store(stream[WEIGHT] + at, decayed(&s->term, mul_sub(s->keep, w, mul(s->step_size, move)), w));
+    store(stream[BUFFER] + at, mul_add(s->beta1, load(stream[BUFFER] + at), g));
+    return (begun){ .t = t };
 }
 
-INLINE void decay_pair(const pairs_settings *s, float *const *stream, int64_t at)
+INLINE void end_sgd(const pairs_settings *s, float *const *stream, int64_t at, begun begun)
 {
-    pair w_tilde = mul(s->keep, load(stream[WEIGHT] + at));
-    store(stream[WEIGHT] + at, decayed(&s->term, w_tilde, load(stream[OLD_WEIGHT] + at)));
+    pair move = mul(s->step_size, load(stream[BUFFER] + at));
+    store(stream[WEIGHT] + at, decayed(mul_sub(s->keep, load(stream[WEIGHT] + at), move), begun.t));
 }
 
-/* Run `UPDATE(streams, at)` for all weights of a block. The last ones, fewer than PAIR, are padded with zeros. Stream 1,
- * the gradient or the old weight, may be in memory that cannot be written. */
-#define FOR_PAIRS(STREAM, COUNT, N, UPDATE)                                                                       \
+INLINE begun begin_decay(const pairs_settings *s, float *const *stream, int64_t at)
+{
+    return (begun){ .t = power_pair(&s->term, load(stream[OLD_WEIGHT] + at)) };
+}
+
+INLINE void end_decay(const pairs_settings *s, float *const *stream, int64_t at, begun begun)
+{
+    store(stream[WEIGHT] + at, decayed(mul(s->keep, load(stream[WEIGHT] + at)), begun.t));
+}
+
+/* Run `BEGIN(streams, at)` and `END(streams, at, begun)` for all weights of a block. The next BEGIN comes before an END,
+ * so that the processor works on both. The last weights, fewer than PAIR, are padded with zeros. Stream 1, the gradient
+ * or the old weight, may be in memory that cannot be written. */
+#define FOR_PAIRS(STREAM, COUNT, N, BEGIN, END)                                                                   \
     do {                                                                                                          \
         const int64_t whole = (N) / PAIR * PAIR;                                                                  \
         const size_t rest = (size_t)((N) - whole) * sizeof(float);                                                \
         /* Copies: a compiler would reload the pointers after each store. */                                      \
         float *const own[] = { (STREAM)[0], (STREAM)[1], COUNT > 2 ? (STREAM)[2] : 0, COUNT > 3 ? (STREAM)[3] : 0 }; \
-        for (int64_t at = 0; at < whole; at += PAIR) UPDATE(own, at);                                             \
+        if (whole) {                                                                                              \
+            begun next = BEGIN(own, 0);                                                                           \
+            for (int64_t at = 0; at < whole; at += PAIR) {                                                        \
+                begun now = next;                                                                                 \
+                if (at + PAIR < whole) next = BEGIN(own, at + PAIR);                                              \
+                END(own, at, now);                                                                                \
+            }                                                                                                     \
+        }                                                                                                         \
         if (rest) {                                                                                               \
             float padded[COUNT][PAIR] = { { 0 } }, *last[COUNT];                                                  \
             for (int k = 0; k < COUNT; k++) last[k] = memcpy(padded[k], (STREAM)[k] + whole, rest);               \
-            UPDATE(last, 0);                                                                                      \
+            END(last, 0, BEGIN(last, 0));                                                                         \
             for (int k = 0; k < COUNT; k++)                                                                       \
                 if (k != GRADIENT) memcpy((STREAM)[k] + whole, last[k], rest);      /* which is only read */      \
         }                                                                                                         \
@@ -211,12 +242,16 @@ static void adam_pairs(const adam_settings *adam, const decay_f32 *decay, const 
         .keep = both((float)((1 - adam->lr * adam->weight_decay) * decay->flat)),
         .step_size = both((float)(tensor[0] * decay->flat)), .term = as_pairs(decay->fitted),
     };
-#define WEIGHTS(STREAM, AT) adam_pair(&settings, STREAM, AT, 0)
-#define LENGTHS(STREAM, AT) adam_pair(&settings, STREAM, AT, 1)
-    if (squared_length) FOR_PAIRS(stream, 4, n, LENGTHS);
-    else FOR_PAIRS(stream, 4, n, WEIGHTS);
-#undef WEIGHTS
-#undef LENGTHS
+#define BEGIN_WEIGHTS(STREAM, AT) begin_adam(&settings, STREAM, AT, 0)
+#define BEGIN_LENGTHS(STREAM, AT) begin_adam(&settings, STREAM, AT, 1)
+#define END_WEIGHTS(STREAM, AT, BEGUN) end_adam(&settings, STREAM, AT, BEGUN, 0)
+#define END_LENGTHS(STREAM, AT, BEGUN) end_adam(&settings, STREAM, AT, BEGUN, 1)
+    if (squared_length) FOR_PAIRS(stream, 4, n, BEGIN_LENGTHS, END_LENGTHS);
+    else FOR_PAIRS(stream, 4, n, BEGIN_WEIGHTS, END_WEIGHTS);
+#undef BEGIN_WEIGHTS
+#undef BEGIN_LENGTHS
+#undef END_WEIGHTS
+#undef END_LENGTHS
 }
 
 /* SGD with a momentum buffer that is initialised, without Nesterov's variant. */
@@ -228,29 +263,35 @@ static void sgd_pairs(const sgd_settings *sgd, const decay_f32 *decay, float *co
         .new2 = both(new * (float)sgd->weight_decay), .keep = both(decay->flat),
         .step_size = both(decay->flat * (float)sgd->lr), .term = as_pairs(decay->fitted),
     };
-#define PLAIN(STREAM, AT) sgd_pair(&settings, STREAM, AT, 0)
-#define WITH_WEIGHT_DECAY(STREAM, AT) sgd_pair(&settings, STREAM, AT, 1)
-    if (sgd->weight_decay) FOR_PAIRS(stream, 3, n, WITH_WEIGHT_DECAY);
-    else FOR_PAIRS(stream, 3, n, PLAIN);
-#undef PLAIN
-#undef WITH_WEIGHT_DECAY
+#define BEGIN_PLAIN(STREAM, AT) begin_sgd(&settings, STREAM, AT, 0)
+#define BEGIN_WITH_WEIGHT_DECAY(STREAM, AT) begin_sgd(&settings, STREAM, AT, 1)
+#define END(STREAM, AT, BEGUN) end_sgd(&settings, STREAM, AT, BEGUN)
+    if (sgd->weight_decay) FOR_PAIRS(stream, 3, n, BEGIN_WITH_WEIGHT_DECAY, END);
+    else FOR_PAIRS(stream, 3, n, BEGIN_PLAIN, END);
+#undef BEGIN_PLAIN
+#undef BEGIN_WITH_WEIGHT_DECAY
+#undef END
 }
 
 static void decay_pairs(const decay_f32 *decay, float *const *stream, int64_t n)
 {
     const pairs_settings settings = { .keep = both(decay->flat), .term = as_pairs(decay->fitted) };
-#define UPDATE(STREAM, AT) decay_pair(&settings, STREAM, AT)
-    FOR_PAIRS(stream, 2, n, UPDATE);
-#undef UPDATE
+#define BEGIN(STREAM, AT) begin_decay(&settings, STREAM, AT)
+#define END(STREAM, AT, BEGUN) end_decay(&settings, STREAM, AT, BEGUN)
+    FOR_PAIRS(stream, 2, n, BEGIN, END);
+#undef BEGIN
+#undef END
 }
 
 /* fitted_power_f32 of all numbers of an array. */
 static void power_pairs(fitted_f32 fitted, float *const *stream, int64_t n)
 {
     const pair_power term = as_pairs(fitted);
-#define UPDATE(STREAM, AT) store((STREAM)[0] + (AT), power_pair(&term, load((STREAM)[1] + (AT))))
-    FOR_PAIRS(stream, 2, n, UPDATE);
-#undef UPDATE
+#define BEGIN(STREAM, AT) ((begun){ .t = power_pair(&term, load((STREAM)[1] + (AT))) })
+#define END(STREAM, AT, BEGUN) store((STREAM)[0] + (AT), (BEGUN).t)
+    FOR_PAIRS(stream, 2, n, BEGIN, END);
+#undef BEGIN
+#undef END
 }
 #undef FOR_PAIRS
 #undef OP
