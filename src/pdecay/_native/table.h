@@ -42,32 +42,37 @@ static int have_same_shape(const described *a, const described *b)
     return 1;
 }
 
-/* Write the sizes of the first `tensors` objects and the addresses of all `tensors * streams`. Return the dtype; -1
- * unless all have one dtype, are contiguous and on the CPU, and have the shape of the first object with their index. */
-int pdecay_table(describer describe, int64_t tensors, int64_t streams, void *const *objects, int64_t *sizes,
-                 void **data)
+/* Write the sizes of the first `tensors` objects and the addresses of all `tensors * streams`, then those of `counts`
+ * objects. Return the dtype, plus 4 times that of the counts; -1 unless all are contiguous and on the CPU, the tensors
+ * have one dtype and the shape of the first object with their index, and each count is one number, all of one dtype. */
+int pdecay_table(describer describe, int64_t tensors, int64_t streams, int64_t counts, void *const *objects,
+                 int64_t *sizes, void **data)
 {
     enum { DL_CPU = 1 };
-    int dtype = -1;
-    described *weights = malloc((size_t)tensors * sizeof *weights);
+    const int64_t first_count = tensors * streams;
+    int dtype = 0, dtype_of_counts = 0;
+    described *weights = malloc((size_t)(tensors + 1) * sizeof *weights);
     if (!weights) return -1;
-    for (int64_t i = 0; i < tensors * streams; i++) {
+    for (int64_t i = 0; i < first_count + counts; i++) {
         described tensor;
         if (describe(objects[i], &tensor)) goto unlike;
-        if (i == 0) dtype = dtype_of(&tensor);
+        const int own = dtype_of(&tensor);
+        const int64_t size = contiguous_size(&tensor);
+        if (tensor.device != DL_CPU || tensor.lanes != 1 || own < 0 || size < 0 || (size > 0 && !tensor.data))
+            goto unlike;
+        if (i == 0) dtype = own;
+        if (i == first_count) dtype_of_counts = own;
         if (i < tensors) {
             weights[i] = tensor;
-            sizes[i] = contiguous_size(&tensor);
+            sizes[i] = size;
         }
-        int64_t size = sizes[i % tensors];
-        if (tensor.device != DL_CPU || tensor.lanes != 1 || dtype_of(&tensor) != dtype || size < 0
-            || contiguous_size(&tensor) != size || !have_same_shape(&tensor, &weights[i % tensors])
-            || (size > 0 && !tensor.data))
+        if (i < first_count ? own != dtype || !have_same_shape(&tensor, &weights[i % tensors])
+                            : own != dtype_of_counts || size != 1)
             goto unlike;
         data[i] = (char *)tensor.data + tensor.offset;
     }
     free(weights);
-    return dtype;
+    return dtype + 4 * dtype_of_counts;
 unlike:
     free(weights);
     return -1;

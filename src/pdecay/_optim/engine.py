@@ -62,6 +62,7 @@ def update_and_decay_(
     state: State,
     *,
     elementwise: int,
+    has_counts: bool = False,
     allow_kernels: bool = True,
     measure: Callable[[Sequence[list[Tensor]]], list[Tensor]] | None = None,
 ) -> None:
@@ -76,6 +77,7 @@ def update_and_decay_(
         rate: the learning rate of the decay.
         state: the optimizer's state.
         elementwise: the number of leading streams with one number for each weight.
+        has_counts: whether the last stream holds Adam's step counts.
         allow_kernels: whether fused kernels may be used.
         measure: returns the lengths of a batch's weights, as new tensors, from which the decay is
             computed, given the batch's streams; None for the weights themselves.
@@ -84,7 +86,10 @@ def update_and_decay_(
     # Lengths of half-precision weights are in single precision, and C needs one dtype.
     readable = measure is None or all(param.dtype.itemsize >= 4 for param in streams[0])
     in_c = readable and may_use_c(group["fused"])
-    for batch in make_batches(streams, group, rate, fused, elementwise, foreach_in_c=in_c):
+    batches = make_batches(
+        *(streams, group, rate, fused, elementwise), has_counts=has_counts, foreach_in_c=in_c
+    )
+    for batch in batches:
         selected = [batch.select(stream) for stream in streams]
         if batch.kernel is not None:
             update(batch, *selected)  # decays, too
@@ -197,12 +202,14 @@ def make_batches(
     fused: bool | None,
     elementwise: int,
     *,
+    has_counts: bool = False,
     foreach_in_c: bool = False,
 ) -> Iterator[DecayBatch]:
     """Split a group's parameters into as few batches as kernels and scales allow.
 
     `streams` are lists in the same order: the parameters, then all tensors that a kernel reads. The
-    first `elementwise` of them hold one number for each weight.
+    first `elementwise` of them hold one number for each weight. If `has_counts`, the last one holds
+    one step count for each weight.
     Without a kernel and without foreach each parameter is a batch, so that only one factor is in
     memory at a time. With `foreach_in_c`, foreach leaves the decay to C where C can read the
     weights. It accepts many scales, and torch updates all weights in one batch.
@@ -212,7 +219,7 @@ def make_batches(
     scales = scales_of(params, group)
     auxiliary = group["decay_auxiliary"]
     if not auxiliary:
-        table = table_for(streams[:elementwise], fused)
+        table = table_for(streams[:elementwise], streams[-1] if has_counts else None, fused)
         if table is not None:
             indices = list(range(len(params)))
             options = {"scales": scales, "table": table}

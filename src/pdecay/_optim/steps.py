@@ -72,8 +72,12 @@ def adam_step_(
             )
 
     measure = None if mean is None else partial(metric_lengths, group=group, mean=mean)
-    elementwise = 5 if group["amsgrad"] else 4
-    update_and_decay_(update, streams, group, rate, state, elementwise=elementwise, measure=measure)
+    update_and_decay_(
+        *(update, streams, group, rate, state),
+        elementwise=5 if group["amsgrad"] else 4,
+        has_counts=True,
+        measure=measure,
+    )
 
 
 def sgd_step_(

@@ -228,6 +228,33 @@ def test_table_of_lists_of_different_lengths_is_none():
     assert native.table_of([two, one, three]) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_table_has_addresses_of_step_counts(dtype):
+    streams, counts = plain_streams(), [torch.tensor(1.0, dtype=dtype), torch.ones(1, dtype=dtype)]
+    table = native.table_of(streams, counts)
+    assert table.data[-2:].tolist() == [count.data_ptr() for count in counts]
+    assert native.DTYPES[table.counts_dtype] == dtype
+    assert native.DTYPES[table.dtype] == torch.float32
+    assert native.table_of(streams).counts_dtype is None
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [],
+        [torch.tensor(1.0)],
+        [torch.tensor(1.0), torch.ones(2)],
+        [torch.tensor(1.0), torch.tensor(1.0, dtype=torch.float64)],
+        [torch.tensor(1, dtype=torch.int64)] * 2,
+        [torch.tensor(1.0, dtype=torch.bfloat16)] * 2,
+        [torch.tensor(1.0, device="meta")] * 2,
+        [torch.tensor(1.0), torch._neg_view(torch.tensor(1.0))],
+    ],
+)
+def test_table_of_unusual_step_counts_is_none(counts):
+    assert native.table_of(plain_streams(), counts) is None
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 @pytest.mark.slow
 def test_small_tensors_start_no_threads():

@@ -18,9 +18,8 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,38 +83,48 @@ def why_not(tensor: Tensor) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """The addresses of tensors that one call into C can read.
 
     Args:
         dtype: the common dtype, as in step.c.
         sizes: the number of elements of each weight.
-        data: the addresses of all weights, then of all tensors of the next stream.
+        data: the addresses of all weights, then of all tensors of the next stream, then of all step
+            counts.
+        counts_dtype: the dtype of the step counts; None without them.
     """
 
     dtype: int
     sizes: array[int]
     data: array[int]
+    counts_dtype: int | None = None
 
 
-def table_of(streams: Sequence[Tensors]) -> Table | None:
+def table_of(streams: Sequence[Tensors], counts: Tensors | None = None) -> Table | None:
     """Return the addresses if all tensors are contiguous, on the CPU and of one dtype.
 
     The streams must have equal lengths, the weights first, with equal shapes of the tensors of one
-    index. Return None otherwise, and for tensors that the kernel cannot read.
+    index. The step counts, one for each weight, have a dtype of their own, single or double. Return
+    None otherwise, and for tensors that the kernel cannot read.
     """
     count = len(streams[0])
-    tensors = [*chain(*streams)]
-    if not count or {*map(len, streams)} != {count} or not are_plain(tensors):
+    lists = streams if counts is None else [*streams, counts]
+    tensors = [*chain(*lists)]
+    if not count or {*map(len, lists)} != {count} or not are_plain(tensors):
         return None
     objects = array("Q", map(id, tensors))
     sizes, data = array("q", bytes(8 * count)), array("Q", bytes(8 * len(tensors)))
-    dtype = read_tensors(count, len(streams), *map(_address, (objects, sizes, data)))
-    return Table(dtype, sizes, data) if dtype >= 0 else None
+    addresses = map(_address, (objects, sizes, data))
+    dtypes = read_tensors(count, len(streams), *addresses, counts=counts is not None)
+    dtype, counts_dtype = dtypes % len(DTYPES), dtypes // len(DTYPES)
+    if dtypes < 0 or DTYPES[counts_dtype].itemsize < 4:
+        return None
+    return Table(dtype, sizes, data, None if counts is None else counts_dtype)
 
 
-def read_tensors(count: int, streams: int, objects: int, sizes: int, data: int) -> int:
+def read_tensors(
+    count: int, streams: int, objects: int, sizes: int, data: int, *, counts: bool = False
+) -> int:
     """Write the sizes and addresses of tensors into arrays, and return their dtype, as in step.c.
 
     Return -1 if they differ in dtype or shape, or are of another kind than in :func:`table_of`.
@@ -126,10 +135,12 @@ def read_tensors(count: int, streams: int, objects: int, sizes: int, data: int) 
         objects: the address of an array of the addresses of the tensors' Python objects.
         sizes: the address of an array for the sizes.
         data: the address of an array for the addresses.
+        counts: whether `objects` ends with one step count for each weight; 4 times their dtype is
+            then added to the result.
     """
     try:
         function, describe = _table_function()
-        return function(describe, count, streams, objects, sizes, data)
+        return function(describe, count, streams, count * counts, objects, sizes, data)
     except RuntimeError:  # the kernel is unavailable, or a tensor has no memory that C can read
         return -1
 
@@ -176,7 +187,7 @@ def adam_(
         scales: multipliers of lam, one for each weight; 1 by default.
         mean: the mean of Adam's denominators, for the decay in Adam's metric (see
             ``adam_metric.py``); None for the decay by magnitude.
-        table: the addresses of all streams but the step counts, if they are known already.
+        table: the addresses of all streams, if they are known already.
     """
     library = c_library()
     rate = float(lr if rate is None else rate)
@@ -187,10 +198,11 @@ def adam_(
         raise ValueError(f"got {len(state_steps)} step counts for {len(params)} weights")
     per_mean = 1 / mean if mean else 0.0
     hyper = (lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, per_mean)
-    steps = table_of([state_steps])
+    table = table or table_of(streams, state_steps)
+    counts = table or table_of([state_steps], state_steps)
     copies: Tensors = ()
-    if steps is not None and steps.dtype <= 1 and steps.sizes.count(1) == len(state_steps):
-        addresses, double_steps = steps.data, bool(steps.dtype)
+    if counts is not None and counts.counts_dtype is not None:
+        addresses, double_steps = counts.data[-len(params) :], bool(counts.counts_dtype)
     else:
         copies = _step_counts(state_steps)
         addresses, double_steps = array("Q", map(Tensor.data_ptr, copies)), True
@@ -339,7 +351,7 @@ def _table_function() -> tuple[Callable[..., int], int]:
     library = c_library()
     function = ctypes.PyDLL(library._name, handle=library._handle).pdecay_table
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [pointer, integer, integer, pointer, pointer, pointer]
+    function.argtypes = [pointer, integer, integer, integer, pointer, pointer, pointer]
     return function, _describer()
 
 

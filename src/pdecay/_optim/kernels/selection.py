@@ -62,12 +62,14 @@ def may_use_c(fused: bool | None) -> bool:
     return fused is not False and _only != "compiled" and not is_tracing()
 
 
-def table_for(streams: Sequence[Sequence[Any]], fused: bool | None) -> native.Table | None:
+def table_for(
+    streams: Sequence[Sequence[Any]], counts: Sequence[Tensor] | None, fused: bool | None
+) -> native.Table | None:
     """Return the addresses of all tensors if the C kernel can update them in one call, else None.
 
     This is the usual case, and many times faster than :func:`kernels_for`.
     """
-    return native.table_of(streams) if may_use_c(fused) else None
+    return native.table_of(streams, counts) if may_use_c(fused) else None
 
 
 def kernels_for(streams: Sequence[Sequence[Any]], fused: bool | None) -> list[ModuleType | None]:
