@@ -228,16 +228,16 @@ def make_batches(
     kernels = kernels_for(streams, fused)
     rest = [param for param, kernel in zip(params, kernels, strict=True) if kernel is None]
     foreach = use_foreach(rest, group.get("foreach"))
-    if foreach_in_c and foreach and len(rest) == len(params) and penalty and not auxiliary:
+    in_c = foreach_in_c and foreach and len(rest) == len(params) and penalty and not auxiliary
+    if in_c and native.can_read(params):
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, param in enumerate(params):
             by_dtype.setdefault(param.dtype, []).append(i)
-        parts = [(indices, [params[i] for i in indices]) for indices in by_dtype.values()]
-        if all(native.table_of([own]) is not None for _, own in parts):
-            for indices, own in parts:
-                options = {"scales": [scales[i] for i in indices]}
-                yield DecayBatch(own, indices, rate, penalty, auxiliary, None, True, options)
-            return
+        for indices in by_dtype.values():
+            own = [params[i] for i in indices]
+            options = {"scales": [scales[i] for i in indices]}
+            yield DecayBatch(own, indices, rate, penalty, auxiliary, None, True, options)
+        return
     batches: dict[tuple[Any, ...], list[int]] = {}
     for i, (kernel, scale) in enumerate(zip(kernels, scales, strict=True)):
         alone = i if kernel is None and not foreach else None

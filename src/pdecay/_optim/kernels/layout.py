@@ -54,6 +54,12 @@ def all_plain(tensors: Sequence[Tensor]) -> bool:
     return not any(map(Tensor.is_neg, tensors)) and not any(map(Tensor._is_zerotensor, tensors))
 
 
+def are_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """Check quickly that all are contiguous CPU tensors whose memory holds their values."""
+    contiguous = all_on_cpu(tensors) and all(map(Tensor.is_contiguous, tensors))
+    return contiguous and all_plain(tensors)
+
+
 def are_plain(tensors: Sequence[Any]) -> bool:
     """Check quickly that all are tensors without subclasses and without lazy negation."""
     return set(map(type, tensors)) <= _PLAIN_SET and not any(map(Tensor.is_neg, tensors))

@@ -31,6 +31,7 @@ from pdecay._optim.kernels.layout import (
     Batch,
     Tensors,
     all_on_cpu,
+    are_contiguous,
     are_plain,
     batches,
     is_dense,
@@ -46,6 +47,7 @@ __all__ = [
     "adam_",
     "available",
     "c_library",
+    "can_read",
     "check_status",
     "decay_",
     "read_tensors",
@@ -57,6 +59,7 @@ __all__ = [
 Terms = Sequence[Sequence[float]]  # (p, lam) pairs
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # numbered as in step.c
+_DTYPE_SET = {*DTYPES}
 _FAILURES = {1: "this compiler has no float16", 2: "out of memory"}
 
 
@@ -81,6 +84,12 @@ def why_not(tensor: Tensor) -> str | None:
     if not is_plain(tensor) or not is_dense(tensor):
         return "not dense in memory"
     return None
+
+
+def can_read(tensors: Tensors) -> bool:
+    """Check quickly whether the kernel can read tensors as they are, each of any dtype of C's."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    return are_contiguous(tensors) and dtypes <= _DTYPE_SET and available() is None
 
 
 class Table(NamedTuple):

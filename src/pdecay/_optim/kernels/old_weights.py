@@ -23,6 +23,7 @@ from pdecay._optim.kernels import native
 from pdecay._optim.kernels.layout import are_plain
 
 _LINE = 64  # bytes; each copy starts with a new line of the cache
+_NO_LAYOUT: tuple[int, array[int]] = (-2, array("q"))  # differs from each that is read
 
 
 class OldWeights:
@@ -38,7 +39,8 @@ class OldWeights:
     def copy(self, weights: list[Tensor]) -> bool:
         """Copy the weights; return False if C cannot read them."""
         known = self._weights
-        if len(known) != len(weights) or not all(map(operator.is_, known, weights)):
+        same = known and len(known) == len(weights) and all(map(operator.is_, known, weights))
+        if not same:
             self._set_weights(weights)
         dtype = self._read()
         if dtype < 0:
@@ -97,7 +99,8 @@ class OldWeights:
 
     def forget(self, keep: int) -> None:
         """Drop the weights, and the memory of the copies if it has more than `keep` bytes."""
-        self._set_weights([])
+        self._weights.clear()  # the next copy() replaces the arrays as well
+        self._layout = _NO_LAYOUT
         if self._memory.numel() > keep:
             self._memory = self._memory.new_empty(0)
 
@@ -110,7 +113,7 @@ class OldWeights:
         self._addresses = [
             numbers.buffer_info()[0] for numbers in (self._objects, self._sizes, self._data)
         ]
-        self._layout: tuple[int, array[int]] = (-1, self._sizes[:])
+        self._layout = _NO_LAYOUT
         self._call = native.Call(
             tensors=count,
             sizes=self._addresses[1],

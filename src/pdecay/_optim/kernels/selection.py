@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdecay._core.tensors import is_tracing
 from pdecay._optim.kernels import native
-from pdecay._optim.kernels.layout import all_on_cpu, all_plain, is_readable
+from pdecay._optim.kernels.layout import all_on_cpu, are_contiguous, is_readable
 
 KernelName = Literal["native", "compiled"]
 
@@ -82,7 +82,7 @@ def kernels_for(streams: Sequence[Sequence[Any]], fused: bool | None) -> list[Mo
     if fused is False or is_tracing():
         return [None] * len(weights)
     on_cpu = all_on_cpu(weights)
-    if on_cpu and all(map(Tensor.is_contiguous, weights)) and all_plain(weights):
+    if are_contiguous(weights):
         samples = {weight.dtype: weight for weight in weights}
         by_dtype = {dtype: kernel_for(weight, fused) for dtype, weight in samples.items()}
         kernels = [by_dtype[weight.dtype] for weight in weights]
