@@ -14,7 +14,7 @@ system with the matrix ``I + X diag(W) X'``, which has one row for each sample.
   both linearised. A step that leads to the pair ``(w_j, u_j)`` is followed by the projection to the
   pair with the same ``w_j + u_j / c`` that satisfies the second equation: ``w_j`` is the prox of
   ``w_j + u_j / c``. This is much closer to the solution where a small coefficient changes by more
-  than its own size.
+  than its own size. The others are left as they are, because the prox takes long.
 
 The steps use a copy of X in low precision, in the linear systems and at first in both equations.
 Once the equations hold up to the errors of the copy, they are computed exactly, and further steps
@@ -44,7 +44,8 @@ _SLOW, _MOST_SLOW = 0.5, 2  # exact steps with a smaller decrease until the copy
 _NEAR = 4  # times the limit from which on the coordinate steps are computed
 _TARGET = 0.5  # accuracy of the last linear systems, relative to the goal
 # For p > 2, where R'' is zero at zero: least curvature, relative to its mean and to the mean L_j.
-_LEAST_CURVATURE, _FLAT = 0.05, 1e-12
+_LEAST_CURVATURE, _FLAT = 0.02, 1e-12
+_NEARBY = 0.1  # changes, relative to the coefficient, up to which it is not projected
 
 
 class Point(NamedTuple):
@@ -140,8 +141,10 @@ def minimise(
             w = terms.conjugate_slope(u)
         else:
             moved = w + (products - mismatch) * weights
-            c = np.full_like(w, curvature.mean())
-            w = kernels().prox(terms, moved + u / c, 1 / c, moved)
+            far = np.abs(moved - w) > _NEARBY * np.abs(w)
+            c = np.full(np.count_nonzero(far), curvature.mean())
+            w = moved.copy()
+            w[far] = kernels().prox(terms, moved[far] + u[far] / c, 1 / c, moved[far])
         w = np.where(used, w, 0.0)
 
 
