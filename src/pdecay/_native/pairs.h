@@ -206,9 +206,9 @@ INLINE void end_decay(const pairs_settings *s, float *const *stream, int64_t at,
     store(stream[WEIGHT] + at, decayed(mul(s->keep, load(stream[WEIGHT] + at)), begun.t));
 }
 
-/* Run `BEGIN(streams, at)` and `END(streams, at, begun)` for all weights of a block. Each END comes after the next BEGIN,
- * so that the processor works on both. The last weights, fewer than PAIR, are padded with zeros. Stream 1, the gradient
- * or the old weight, may be in memory that cannot be written. */
+/* Run `BEGIN(streams, at)` and `END(streams, at, begun)` for all weights of a block. Each END comes after the next
+ * BEGIN, so that the processor works on both. The last weights, fewer than PAIR, are padded with zeros. Stream 1, the
+ * gradient or the old weight, may be in memory that cannot be written. */
 #define FOR_PAIRS(STREAM, COUNT, N, BEGIN, END)                                                                   \
     do {                                                                                                          \
         const int64_t whole = (N) / PAIR * PAIR;                                                                  \

@@ -4,10 +4,9 @@
  *   w <- w_tilde / (1 + sum_k c_k |w_old|^(p_k - 2)),   c_k = lr * lam_k
  *
  * A stream is the array of all weights, of all gradients, or of one kind of optimizer state. Each thread takes a part
- * of each tensor, the same as in torch's own loops: weights and state stay in the cache of one core. Updates of several
- * loops run on blocks that fit into the L1 cache. decay.h computes the factor, update.h updates, fastpow.h the power.
- * Half-precision blocks are converted to float and back. The loops are plain C that compilers vectorise; build.py
- * explains the compiler flags.
+ * of each tensor, the same as in torch's own loops: weights and state stay in the cache of one core. decay.h computes
+ * the factor, update.h updates, fastpow.h the power. Blocks of half-precision numbers are converted to float and back.
+ * The loops are plain C that compilers vectorise; build.py explains the compiler flags.
  *
  * The only caller, native.py, checks devices, dtypes and layouts.
  */
@@ -29,8 +28,8 @@ enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };      /* as in native.py */
 enum { DONE, BAD_DTYPE, NO_MEMORY };
 enum { WEIGHT_ITSELF, LENGTH, SQUARED_LENGTH };       /* see update.h */
 /* Traits of an update: the decay acts on lengths in Adam's metric; the processor flushes denormals of decayed tensors
- * to zero; it takes a square root for each weight; it has a loop of its own for each form up to TWO_POWERS. */
-enum { ADAPTIVE = 1, FLUSHES = 2, TAKES_ROOT = 4, SPECIALISED = 8 };
+ * to zero; it takes a square root for each weight. */
+enum { ADAPTIVE = 1, FLUSHES = 2, TAKES_ROOT = 4 };
 enum { FLAT, P_0, P_HALF, P_1, P_3_2, FITTED, POWER, TWO_POWERS, POWERS, READY, LATER };     /* see decay.h, update.h */
 
 /* The streams of each step. */
@@ -131,8 +130,8 @@ typedef struct {
     unsigned written;                   /* bit s is set if stream s is written */
     const double *scalars;              /* two numbers for each tensor, passed to the update; or NULL */
     const void *settings;
-    void (*update_f32)(const void *, const decay_f32 *, const double *, block_f32);
-    void (*update_f64)(const void *, const decay_f64 *, const double *, block_f64);
+    updater_f32 *update_f32;
+    updater_f64 *update_f64;
     unsigned traits;
     int backwards;                      /* start with the last weights */
     const int64_t *plan_of;             /* for each tensor, the index of its decay */
@@ -142,53 +141,40 @@ typedef struct {
 
 static int64_t width_of(int dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
 
-/* ---- the weights from `begin` to `end` of one tensor ---- */
-
-/* Whether an update of floats is a single loop. It needs no blocks, and is up to 5 % faster without them. */
-static int is_single_loop(const job *job, int form)
+static const double *scalars_of(const job *job, int64_t tensor)
 {
-    if (job->traits & ADAPTIVE && form != FLAT && form != FITTED) return 0;
-    return job->traits & SPECIALISED && form < POWERS;
+    return job->scalars ? job->scalars + 2 * tensor : NULL;
 }
+
+/* ---- the weights from `begin` to `end` of one tensor ---- */
 
 static void run_f32(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
-    const double *scalars = job->scalars ? job->scalars + 2 * tensor : NULL;
-    const decay_f32 *decay = &job->decay_f32[job->plan_of[tensor]];
-    const int64_t most = is_single_loop(job, decay->form) ? end - begin : BLOCK;
-    float factor[BLOCK], length[BLOCK];
-    for (int64_t at = begin; at < end; at += most) {
-        block_f32 block = { .factor = factor, .length = length, .n = end - at < most ? end - at : most };
-        for (int s = 0; s < job->streams; s++)
-            block.stream[s] = (float *)job->call->data[s * job->call->tensors + tensor] + at;
-        job->update_f32(job->settings, decay, scalars, block);
-    }
+    block_f32 block = { .n = end - begin };
+    for (int s = 0; s < job->streams; s++)
+        block.stream[s] = (float *)job->call->data[s * job->call->tensors + tensor] + begin;
+    job->update_f32(job->settings, &job->decay_f32[job->plan_of[tensor]], scalars_of(job, tensor), block);
 }
 
 static void run_f64(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
-    const double *scalars = job->scalars ? job->scalars + 2 * tensor : NULL;
-    double factor[BLOCK], length[BLOCK];
-    for (int64_t at = begin; at < end; at += BLOCK) {
-        block_f64 block = { .factor = factor, .length = length, .n = end - at < BLOCK ? end - at : BLOCK };
-        for (int s = 0; s < job->streams; s++)
-            block.stream[s] = (double *)job->call->data[s * job->call->tensors + tensor] + at;
-        job->update_f64(job->settings, &job->decay_f64[job->plan_of[tensor]], scalars, block);
-    }
+    block_f64 block = { .n = end - begin };
+    for (int s = 0; s < job->streams; s++)
+        block.stream[s] = (double *)job->call->data[s * job->call->tensors + tensor] + begin;
+    job->update_f64(job->settings, &job->decay_f64[job->plan_of[tensor]], scalars_of(job, tensor), block);
 }
 
 static void run_half(const job *job, int64_t tensor, int64_t begin, int64_t end)
 {
-    const double *scalars = job->scalars ? job->scalars + 2 * tensor : NULL;
     const call *call = job->call;
-    float factor[BLOCK], length[BLOCK], wide[STREAMS][BLOCK];
+    float wide[STREAMS][BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
-        block_f32 block = { .factor = factor, .length = length, .n = end - at < BLOCK ? end - at : BLOCK };
+        block_f32 block = { .n = end - at < BLOCK ? end - at : BLOCK };
         for (int s = 0; s < job->streams; s++) {
             block.stream[s] = wide[s];
             widen(call->dtype, (uint16_t *)call->data[s * call->tensors + tensor] + at, wide[s], block.n);
         }
-        job->update_f32(job->settings, &job->decay_f32[job->plan_of[tensor]], scalars, block);
+        job->update_f32(job->settings, &job->decay_f32[job->plan_of[tensor]], scalars_of(job, tensor), block);
         for (int s = 0; s < job->streams; s++)
             if (job->written >> s & 1)
                 narrow(call->dtype, wide[s], (uint16_t *)call->data[s * call->tensors + tensor] + at, block.n);
@@ -317,8 +303,7 @@ int pdecay_adam(const call *call, void *const *steps, int double_steps, double l
         .call = call, .streams = amsgrad ? 5 : 4,
         .written = 1u << WEIGHT | 1u << AVERAGE | 1u << SQUARE | 1u << LARGEST_SQUARE,
         .scalars = scalars, .settings = &settings,
-        .traits = TAKES_ROOT | (per_mean != 0 ? ADAPTIVE : 0) | (eps >= smallest_eps ? FLUSHES : 0)
-                  | (amsgrad ? 0 : SPECIALISED),
+        .traits = TAKES_ROOT | (per_mean != 0 ? ADAPTIVE : 0) | (eps >= smallest_eps ? FLUSHES : 0),
         .update_f32 = amsgrad ? amsgrad_f32 : adam_f32, .update_f64 = amsgrad ? amsgrad_f64 : adam_f64,
     });
     free(scalars);
@@ -332,15 +317,10 @@ int pdecay_sgd(const call *call, const unsigned char *first, double lr, double m
     sgd_settings settings = { lr, momentum, dampening, weight_decay, nesterov, maximize };
     double *scalars = malloc((2 * (size_t)call->tensors + 1) * sizeof *scalars);
     if (!scalars) return NO_MEMORY;
-    unsigned specialised = momentum != 0 && !nesterov ? SPECIALISED : 0;
-    for (int64_t i = 0; i < call->tensors; i++) {
-        scalars[2 * i] = first[i];
-        if (first[i]) specialised = 0;
-    }
+    for (int64_t i = 0; i < call->tensors; i++) scalars[2 * i] = first[i];
     int status = run((job){
         .call = call, .streams = momentum ? 3 : 2, .written = 1u << WEIGHT | 1u << BUFFER,
-        .scalars = scalars, .settings = &settings, .traits = FLUSHES | specialised, .update_f32 = sgd_f32,
-        .update_f64 = sgd_f64,
+        .scalars = scalars, .settings = &settings, .traits = FLUSHES, .update_f32 = sgd_f32, .update_f64 = sgd_f64,
     });
     free(scalars);
     return status;
@@ -363,7 +343,7 @@ int pdecay_copy(const call *given)
 int pdecay_decay(const call *call)
 {
     return run((job){
-        .call = call, .streams = 2, .written = 1u << WEIGHT, .traits = FLUSHES | SPECIALISED, .backwards = 1,
+        .call = call, .streams = 2, .written = 1u << WEIGHT, .traits = FLUSHES, .backwards = 1,
         .update_f32 = decay_only_f32, .update_f64 = decay_only_f64,
     });
 }

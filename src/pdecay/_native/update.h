@@ -3,8 +3,8 @@
  * Included once for REAL = float and once for REAL = double (see step.c). A loop either computes the factor
  * itself, with `form` (see decay.h) known at compile time, or leaves it to other loops: SGD reads it from block.factor
  * (form READY), Adam writes w_tilde and block.length (form LATER). The first is faster, since arithmetic overlaps with
- * memory access. With all, memory is read once, since a block fits into the L1 cache. Only the common settings have a
- * loop for each form, to keep the compile time short.
+ * memory access. Updates of several loops run on blocks that fit into the L1 cache, so that memory is read once. Only
+ * the common settings have a loop for each form, to keep the compile time short.
  */
 
 typedef struct {
@@ -12,6 +12,22 @@ typedef struct {
     REAL *factor, *length;      /* buffers for the factors of the block and the numbers that they are computed from */
     int64_t n;
 } NAME(block);
+
+typedef void NAME(updater)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block);
+
+/* Update weights in blocks of at most BLOCK, with buffers. */
+static void NAME(in_blocks)(NAME(updater) *update, const void *settings, const NAME(decay) *decay,
+                            const double *tensor, NAME(block) whole)
+{
+    REAL factor[BLOCK], length[BLOCK];
+    for (int64_t at = 0; at < whole.n; at += BLOCK) {
+        const int64_t rest = whole.n - at;
+        NAME(block) block = { .factor = factor, .length = length, .n = rest < BLOCK ? rest : BLOCK };
+        for (int s = 0; s < STREAMS; s++)
+            if (whole.stream[s]) block.stream[s] = whole.stream[s] + at;
+        update(settings, decay, tensor, block);
+    }
+}
 
 /* Replace weights below the smallest normal number by +0.0, since arithmetic on them is slow. NaN is kept. `tiny` is
  * 0 without decay. */
@@ -119,6 +135,15 @@ static int NAME(measure)(const adam_settings *adam, const NAME(decay) *decay)
     return !adam->per_mean || decay->form == FLAT ? WEIGHT_ITSELF : decay->form == FITTED ? SQUARED_LENGTH : LENGTH;
 }
 
+#define ADAM_LATER(AMSGRAD, MEASURE) NAME(adam_loop)(settings, decay, tensor, block, AMSGRAD, MEASURE, LATER)
+
+static void NAME(adam_block)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
+{
+    if (NAME(measure)(settings, decay) == LENGTH) ADAM_LATER(0, LENGTH);
+    else ADAM_LATER(0, WEIGHT_ITSELF);
+    NAME(multiply)(decay, block);
+}
+
 static void NAME(adam)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
     const int measure = NAME(measure)(settings, decay);
@@ -134,47 +159,63 @@ static void NAME(adam)(const void *settings, const NAME(decay) *decay, const dou
         NAME(adam_loop)(settings, decay, tensor, block, 0, SQUARED_LENGTH, FITTED);
         return;
     }
-    if (measure == LENGTH) NAME(adam_loop)(settings, decay, tensor, block, 0, LENGTH, LATER);
-    else LOOP(LATER);
-    NAME(multiply)(decay, block);
 #undef LOOP
+    NAME(in_blocks)(NAME(adam_block), settings, decay, tensor, block);
 }
+
+static void NAME(amsgrad_block)(const void *settings, const NAME(decay) *decay, const double *tensor,
+                                NAME(block) block)
+{
+    const int measure = NAME(measure)(settings, decay);
+    if (IS_FLOAT && measure == SQUARED_LENGTH) ADAM_LATER(1, SQUARED_LENGTH);
+    else if (measure == LENGTH) ADAM_LATER(1, LENGTH);
+    else ADAM_LATER(1, WEIGHT_ITSELF);
+    NAME(multiply)(decay, block);
+}
+#undef ADAM_LATER
 
 static void NAME(amsgrad)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
-    const int measure = NAME(measure)(settings, decay);
-#define LOOP(MEASURE) NAME(adam_loop)(settings, decay, tensor, block, 1, MEASURE, LATER)
-    if (IS_FLOAT && measure == SQUARED_LENGTH) LOOP(SQUARED_LENGTH);
-    else if (measure == LENGTH) LOOP(LENGTH);
-    else LOOP(WEIGHT_ITSELF);
-    NAME(multiply)(decay, block);
-#undef LOOP
+    NAME(in_blocks)(NAME(amsgrad_block), settings, decay, tensor, block);
 }
 
-static void NAME(sgd)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
+static void NAME(sgd_block)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
     const sgd_settings *sgd = settings;
-    const int momentum = sgd->momentum != 0, first = tensor[0] != 0;
-#if IS_FLOAT && HAS_PAIRS
-    if (decay->form == FITTED && momentum && !first && !sgd->nesterov) {
-        sgd_pairs(sgd, decay, block.stream, block.n);
-        return;
-    }
-#endif
-#define LOOP(FORM) NAME(sgd_loop)(sgd, decay, block, 1, 0, 0, FORM)
-    if (IS_FLOAT && momentum && !first && !sgd->nesterov) RETURN_IF_SPECIALISED(LOOP)
-#undef LOOP
+    const int first = tensor[0] != 0;
     NAME(factor_block)(decay, block.stream[WEIGHT], block.factor, block.n);
-    if (!momentum) NAME(sgd_loop)(sgd, decay, block, 0, 0, 0, READY);
+    if (sgd->momentum == 0) NAME(sgd_loop)(sgd, decay, block, 0, 0, 0, READY);
     else if (first && sgd->nesterov) NAME(sgd_loop)(sgd, decay, block, 1, 1, 1, READY);
     else if (first) NAME(sgd_loop)(sgd, decay, block, 1, 1, 0, READY);
     else if (sgd->nesterov) NAME(sgd_loop)(sgd, decay, block, 1, 0, 1, READY);
     else NAME(sgd_loop)(sgd, decay, block, 1, 0, 0, READY);
 }
 
-static void NAME(decay_only)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
+static void NAME(sgd)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
+{
+    const sgd_settings *sgd = settings;
+    const int common = sgd->momentum != 0 && tensor[0] == 0 && !sgd->nesterov;
+#if IS_FLOAT && HAS_PAIRS
+    if (decay->form == FITTED && common) {
+        sgd_pairs(sgd, decay, block.stream, block.n);
+        return;
+    }
+#endif
+#define LOOP(FORM) NAME(sgd_loop)(sgd, decay, block, 1, 0, 0, FORM)
+    if (IS_FLOAT && common) RETURN_IF_SPECIALISED(LOOP)
+#undef LOOP
+    NAME(in_blocks)(NAME(sgd_block), settings, decay, tensor, block);
+}
+
+static void NAME(decay_block)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
 {
     (void)settings, (void)tensor;
+    block.length = block.stream[OLD_WEIGHT];
+    NAME(multiply)(decay, block);
+}
+
+static void NAME(decay_only)(const void *settings, const NAME(decay) *decay, const double *tensor, NAME(block) block)
+{
     if (!decay->tiny) return;
 #if IS_FLOAT && HAS_PAIRS
     if (decay->form == FITTED) {
@@ -185,7 +226,6 @@ static void NAME(decay_only)(const void *settings, const NAME(decay) *decay, con
 #define LOOP(FORM) NAME(decay_loop)(decay, block, FORM)
     if (IS_FLOAT) RETURN_IF_SPECIALISED(LOOP)
 #undef LOOP
-    block.length = block.stream[OLD_WEIGHT];
-    NAME(multiply)(decay, block);
+    NAME(in_blocks)(NAME(decay_block), settings, decay, tensor, block);
 }
 #undef RETURN_IF_SPECIALISED
