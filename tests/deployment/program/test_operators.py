@@ -63,6 +63,10 @@ def _wrong_arguments():
     yield _call("embedding_bag.padding_idx", ones(5, 8), ones(3).long(), offsets, padding_idx=2)
     sdpa = "scaled_dot_product_attention.default"
     yield _call(sdpa, ones(1, 2, 300, 8), ones(1, 2, 500, 8), ones(1, 2, 2, 8))
+    repeats = torch.full((4,), 2**62)  # the sum overflows to 0
+    yield _call("repeat_interleave.Tensor", repeats)
+    yield _call("repeat_interleave.Tensor", repeats, output_size=0)
+    yield _call("repeat_interleave.self_Tensor", ones(4), repeats, 0)
     state, flags = [ones(1, 2, 4), ones(1, 2, 4)], (True, 1, 0.0, False, False, False)
     weights = [ones(16, 8), ones(16, 4), ones(16), ones(16)]
     x = ones(3, 2, 8)
@@ -77,6 +81,17 @@ def _wrong_arguments():
 def test_wrong_arguments_of_operators_are_rejected(call):
     with pytest.raises(ValueError, match="the program is damaged: the sizes of its"):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", ["div", "div_", "divide", "divide_"])
+def test_division_that_traps_is_rejected(name, dtype):
+    x = torch.tensor([7, torch.iinfo(dtype).min], dtype=dtype)
+    for kind, y in (("Tensor", torch.tensor([-1, -1], dtype=dtype)), ("Scalar", -1)):
+        run = find_operator(f"aten.{name}.{kind}_mode")
+        with pytest.raises(ValueError, match="the program is damaged: a quotient is too large"):
+            run(x.clone(), y, rounding_mode="trunc")
+        assert run(x.clone() + 1, y, rounding_mode="trunc").tolist() == (-x - 1).tolist()
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu", "silu", "clone", "add", "where", "sigmoid"])

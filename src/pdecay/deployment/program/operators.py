@@ -175,6 +175,30 @@ def embedding_bag(
     return outputs
 
 
+def repeat_interleave(repeats: Tensor, **kwargs: Any) -> Any:
+    """Repeat indices. The kernel does not notice that the sum of the repeats overflows."""
+    _check_repeats(repeats)
+    output: Tensor = torch.ops.aten.repeat_interleave.Tensor(repeats, **kwargs)
+    return output
+
+
+def repeat_elements(x: Tensor, repeats: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Repeat the elements of a tensor; see :func:`repeat_interleave`."""
+    _check_repeats(repeats)
+    output: Tensor = torch.ops.aten.repeat_interleave.self_Tensor(x, repeats, *args, **kwargs)
+    return output
+
+
+def divide(operator: OpOverload) -> Callable[..., Any]:
+    """Return a division that checks integers: the processor traps at the smallest over -1."""
+
+    def run(x: Tensor, y: Tensor | complex, *, rounding_mode: str | None) -> Any:
+        _check_quotient(x, y)
+        return operator(x, y, rounding_mode=rounding_mode)
+
+    return run
+
+
 def lstm(x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *args: Any) -> Any:
     """Run an LSTM. The kernel of oneDNN does not check the sizes of states and weights."""
     has_biases, layers, _, _, bidirectional, batch_first = args
@@ -190,7 +214,15 @@ _CHECKED: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten._weight_norm.default: weight_norm,
     torch.ops.aten.embedding_bag.default: embedding_bag,
     torch.ops.aten.embedding_bag.padding_idx: embedding_bag,
+    torch.ops.aten.repeat_interleave.Tensor: repeat_interleave,
+    torch.ops.aten.repeat_interleave.self_Tensor: repeat_elements,
     torch.ops.aten.lstm.input: lstm,
+    **{
+        operator: divide(operator)
+        for name in ("div", "div_", "divide", "divide_")
+        for packet in [getattr(torch.ops.aten, name)]
+        for operator in (packet.Tensor_mode, packet.Scalar_mode)
+    },
 }
 
 
@@ -204,6 +236,19 @@ def _check_offsets(indices: Tensor, offsets: Tensor) -> None:
         return
     ends = torch.cat([offsets, offsets.new_tensor([indices.numel()])])
     _check("embedding bags", bool(offsets.min() >= 0) and bool((ends.diff() >= 0).all()))
+
+
+def _check_repeats(repeats: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        _check("repeats", float(repeats.double().sum()) < 2**62)
+
+
+def _check_quotient(x: Tensor, y: Tensor | complex) -> None:
+    dtype = torch.result_type(x, y)
+    if torch.compiler.is_compiling() or dtype not in (torch.int32, torch.int64):
+        return
+    if bool((torch.as_tensor(y) == -1).any()) and bool((x == torch.iinfo(dtype).min).any()):
+        raise ValueError(f"the program is damaged: a quotient is too large for {dtype}")
 
 
 def _check_lstm(
