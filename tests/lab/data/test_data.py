@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -87,6 +88,18 @@ def test_cache_is_searched_without_pdecay_data(folder, monkeypatch):
     assert sources.folders() == [sources.cache_folder()]
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert sources.cache_folder() == Path.home() / ".cache" / "pdecay" / "data"
+
+
+def test_user_without_home(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.delenv("PDECAY_DATA", raising=False)
+    with pytest.raises(sources.DataError, match=r"no home folder.*: set PDECAY_DATA"):
+        sources.find("file")
+    monkeypatch.setenv("PDECAY_DATA", str(tmp_path))
+    assert sources.find("file") is None
+    (tmp_path / "file").touch()
+    assert sources.find("file") == tmp_path / "file"
 
 
 def test_missing_pdecay_data_folder_is_reported(folder, monkeypatch):

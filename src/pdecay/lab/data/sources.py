@@ -57,8 +57,13 @@ class Remote:
 
 def cache_folder() -> Path:
     """Return the folder for downloads."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pdecay" / "data"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if base.startswith("~"):  # as in a container that runs as an unknown user
+        raise DataError(
+            "This user has no home folder for downloads: set PDECAY_DATA to the folder of the "
+            "data, or XDG_CACHE_HOME to a folder for downloads."
+        )
+    return Path(base) / "pdecay" / "data"
 
 
 def folders() -> list[Path]:
@@ -66,13 +71,16 @@ def folders() -> list[Path]:
     named = os.environ.get("PDECAY_DATA")
     if not named:
         return [cache_folder()]
-    folder = Path(named).expanduser()
+    folder = Path(os.path.expanduser(named))
     if not folder.is_dir():
         raise DataError(
             f"PDECAY_DATA is {named!r}, which is not a folder. Create it and put the data there, "
             f"or unset PDECAY_DATA to use {cache_folder()}."
         )
-    return [folder, cache_folder()]
+    try:
+        return [folder, cache_folder()]
+    except DataError:  # no home
+        return [folder]
 
 
 def find(*names: str) -> Path | None:
