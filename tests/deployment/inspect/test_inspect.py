@@ -276,6 +276,19 @@ def test_errors_are_one_line(run_cli, tmp_path):
     assert inspect(tmp_path / "two.pt", key="net").layers[0].size == 3
 
 
+def test_tensors_beside_a_state_dict(tmp_path):
+    path = tmp_path / "file.pt"
+    state = {"layer.weight": torch.zeros(2, 3)}
+    torch.save({"rng": torch.get_rng_state(), "best": torch.tensor(0.9), "model": state}, path)
+    assert [layer.name for layer in inspect(path).layers] == ["layer.weight"]
+    torch.save({"best": torch.tensor(0.9), "net": state}, path)
+    with pytest.raises(FileFormatError, match=r"beside tensors: pass one of \['net'\]"):
+        inspect(path)
+    assert inspect(path, key="net").sparsity == 1
+    torch.save({**state, "layer._extra_state": {"scale": torch.ones(1)}}, path)
+    assert [layer.name for layer in inspect(path).layers] == ["layer.weight"]
+
+
 def test_sparse_and_strided_tensors_of_torch_files(tmp_path):
     state = {"sparse": torch.eye(4).to_sparse(), "view": torch.arange(12.0).view(3, 4).t()}
     state["one"] = torch.ones(1).expand(7)

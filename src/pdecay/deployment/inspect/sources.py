@@ -109,16 +109,25 @@ def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dic
         return {key or "tensor": loaded}
     if not isinstance(loaded, Mapping):
         raise FileFormatError(f"contains a {type(loaded).__name__}, expected a state dict")
-    if tensors := _tensors(loaded):
-        return tensors
-    nested = {k: v for k, v in loaded.items() if isinstance(v, Mapping) and _tensors(v)}
+    tensors = _tensors(loaded)
+    # A state dict has no dicts, except the extra state of modules. Tensors beside one, such as the
+    # state of a random number generator, are not weights.
+    nested = {
+        k: v
+        for k, v in loaded.items()
+        if isinstance(v, Mapping) and _tensors(v) and not str(k).endswith("_extra_state")
+    }
     usual = [k for k in _USUAL_KEYS if k in nested]
-    if len(nested) == 1 or usual:
+    if usual or (len(nested) == 1 and not tensors):
         return _tensors(nested[usual[0]] if usual else next(iter(nested.values())))
     if nested:
+        beside = " beside tensors" if tensors else ""
         raise FileFormatError(
-            f"contains several state dicts: pass one of {short_repr(list(nested))} as the key"
+            f"contains {len(nested)} state dict{'s' * (len(nested) > 1)}{beside}: pass one of "
+            f"{short_repr(list(nested))} as the key"
         )
+    if tensors:
+        return tensors
     raise FileFormatError("contains no tensors")
 
 
