@@ -118,6 +118,57 @@ def test_model_with_extra_state_loads_by_load_state_dict(path):
     check_same(model.state_dict(), other.state_dict())
 
 
+class Cached(nn.Linear):
+    """A layer that derives a number from its weight, and converts the states of old versions."""
+
+    _version = 2
+
+    def __init__(self, way):
+        super().__init__(3, 2)
+        self.total = 0.0
+        if way == "hook":
+            self.register_load_state_dict_post_hook(lambda *_: self.update())
+        self.way = way
+
+    def update(self):
+        self.total = float(self.weight.sum())
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        if metadata.get("version") != self._version:
+            state[f"{prefix}weight"] = -state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+        if self.way == "override":
+            self.update()
+
+
+@pytest.mark.parametrize("way", ["hook", "override"])
+def test_modules_that_do_more_in_load_state_dict(tmp_path, way):
+    model = nn.Sequential(nn.BatchNorm1d(3), Cached(way))
+    save(model, tmp_path / "file")
+    other = load(tmp_path / "file", nn.Sequential(nn.BatchNorm1d(3), Cached(way)))
+    assert torch.equal(other[1].weight, model[1].weight)
+    assert other[1].total == float(model[1].weight.detach().sum())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("target", ["coo", "csr", "float4"])
+def test_targets_that_cannot_be_filled(tmp_path, target):
+    model = nn.Module()
+    model.register_buffer("first", torch.zeros(2))
+    tensors = {
+        "coo": torch.zeros(2, 2).to_sparse(),
+        "csr": torch.zeros(2, 2).to_sparse_csr(),
+        "float4": torch.zeros(2, 2, dtype=torch.uint8).view(
+            getattr(torch, "float4_e2m1fn_x2", torch.int8)
+        ),
+    }
+    model.register_buffer("x", tensors[target])
+    save({"first": torch.ones(2), "x": torch.ones(2, 2)}, tmp_path / "file")
+    with pytest.raises(ValueError, match=r"unchanged: 'x' is (a .* tensor in|torch.float32 in)"):
+        load(tmp_path / "file", model)
+    assert not model.first.any()
+
+
 def test_load_is_seen_by_autograd(path):
     """Autograd must detect that a weight saved for backward has changed."""
     model = nn.Linear(3, 3)

@@ -321,9 +321,11 @@ def _mismatch(target: Tensor, row: Row) -> str | None:
     """Return why a tensor of the file cannot be copied to the model's tensor, if so."""
     if is_lazy(target):
         return "is not initialised in the model: run the model once"
+    if target.layout != torch.strided:
+        return f"is a {target.layout} tensor in the model: load before the conversion"
     if tuple(target.shape) != row.shape:
         return f"has shape {list(row.shape)} in the file and {list(target.shape)} in the model"
-    if target.dtype != row.dtype.torch and not torch.can_cast(row.dtype.torch, target.dtype):
+    if target.dtype != row.dtype.torch and not _can_convert(row.dtype.torch, target.dtype):
         return f"is {row.dtype.torch} in the file, which cannot be cast to {target.dtype}"
     if target.is_meta:
         return "is on the meta device in the model: call model.to_empty(device=...) first"
@@ -332,6 +334,13 @@ def _mismatch(target: Tensor, row: Row) -> str | None:
     if any(step == 0 and n > 1 for n, step in zip(target.shape, target.stride(), strict=True)):
         return "is expanded in the model: its elements share memory and cannot be filled"
     return None
+
+
+def _can_convert(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether ``copy_`` converts elements; it has no kernel for two numbers in a byte."""
+    kinds = (BY_TORCH.get(source), BY_TORCH.get(target))
+    packed = any(kind is not None and kind.packed > 1 for kind in kinds)
+    return torch.can_cast(source, target) and not packed
 
 
 def _listed(items: Iterable[str], separator: str = ", ") -> str:
@@ -343,9 +352,11 @@ def _listed(items: Iterable[str], separator: str = ", ") -> str:
 @torch.no_grad()
 def _copy_into(file: TensorFile, model: nn.Module, targets: Mapping[str, list[Tensor]]) -> None:
     used = {name: group for name, group in targets.items() if group}
-    if not _state_is_live(model):
-        state = {name: file.load(file.tensors[name]) for name in used}
-        state |= {name: state[other] for name, other in file.ties.items() if other in state}
+    if not _state_is_live(model) or _has_load_hooks(model):
+        state: Any = OrderedDict((name, file.load(file.tensors[name])) for name in used)
+        state.update((name, state[other]) for name, other in file.ties.items() if other in state)
+        # The versions of the modules: without them, modules convert the state as if it were old.
+        state._metadata = getattr(model.state_dict(), "_metadata", None)
         model.load_state_dict(state, strict=False)  # names were compared before
         return
     for name, group in used.items():
@@ -369,4 +380,18 @@ def _state_is_live(model: nn.Module) -> bool:
         isinstance(tensor, Tensor) and name in own and tie_key(tensor) == tie_key(own[name])
         for name, tensor in model.state_dict().items()
         if not isinstance(tensor, Tensor) or tensor.numel()
+    )
+
+
+def _has_load_hooks(model: nn.Module) -> bool:
+    """Return whether a module does more in ``load_state_dict`` than to copy tensors.
+
+    It may update what it derived from them. Overrides of torch and of sparse layers do not.
+    """
+    plain = ("torch.nn.modules.", "pdecay.")
+    return not model.load_state_dict.__module__.startswith(plain) or any(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or not module._load_from_state_dict.__module__.startswith(plain)
+        for module in model.modules()
     )
