@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _UNFINISHED = ".part"
+_TOKEN = 4  # random bytes in the name of a temporary file
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     mode = _permissions(target)
     check_folder_of(path)
     # The limit of a file name is in bytes, of which a character takes up to four.
-    part = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}{_UNFINISHED}")
+    part = target.with_name(f".{target.name[:50]}.{secrets.token_hex(_TOKEN)}{_UNFINISHED}")
     raw = _RawFile(part, 0o666 if mode is None else mode & 0o600)
     try:
         with io.BufferedWriter(raw) as file:
@@ -105,9 +106,10 @@ class _RawFile(io.FileIO):
 def remove_unfinished(folder: Path) -> None:
     """Delete temporary files that killed processes left in a folder.
 
-    Hold the folder's :func:`lock`: this also deletes files that another process is writing.
+    Hold the folder's :func:`lock`: this also deletes files that another process is writing. Files
+    of other programs, such as unfinished downloads, have other names.
     """
-    for part in folder.glob(f".*{_UNFINISHED}"):
+    for part in folder.glob(f".*.{'[0-9a-f]' * 2 * _TOKEN}{_UNFINISHED}"):
         part.unlink(missing_ok=True)
 
 

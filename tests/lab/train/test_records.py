@@ -261,9 +261,10 @@ def test_error_while_writing_keeps_the_old_file(tmp_path):
         write()
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
-    (tmp_path / ".file.123.part").write_text("left by a killed process")
+    (tmp_path / ".file.0123abcd.part").write_text("left by a killed process")
+    (tmp_path / ".film.part").write_text("left by another program")
     remove_unfinished(tmp_path)
-    assert os.listdir(tmp_path) == ["file"]
+    assert sorted(os.listdir(tmp_path)) == [".film.part", "file"]
 
 
 def test_special_files_are_refused_without_reading(tmp_path):

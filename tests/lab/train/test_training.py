@@ -390,7 +390,7 @@ def test_unloadable_method_state_fails_before_training(tmp_path, thing, monkeypa
 
 
 def test_partial_files_are_removed(tmp_path):
-    (tmp_path / ".checkpoint.pt.4711.part").write_bytes(b"half")
+    (tmp_path / ".checkpoint.pt.0123abcd.part").write_bytes(b"half")
     train(replace(settings_of("padam"), steps=2), tmp_path)
     assert not list(tmp_path.glob("*.part"))
     assert not list(tmp_path.glob(".*.part"))
