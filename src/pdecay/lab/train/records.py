@@ -55,6 +55,8 @@ _RECORD: _Fields = {
     **dict.fromkeys(("settings", "result", "environment", "timing"), (dict,)),
     "curve": (list,),
 }
+# The largest value of a share; the least is 0.
+_LIMITS = {"accuracy": 100, "test_accuracy": 100, "sparsity": 1, "total_sparsity": 1}
 _STATUS = ("ok", "diverged")
 _MAX_DEPTH = 50
 
@@ -225,6 +227,7 @@ def _problem(record: object) -> str:
         or _mismatch("timing", record["timing"], _TIMING, optional=True)
         or _first("result.layers", record["result"]["layers"], _LAYER)
         or _first("curve", record["curve"], _POINT)
+        or _out_of_range("result", record["result"])
     )
     if wrong:
         return f"{wrong}; the line was altered: remove it, or repeat the run"
@@ -242,6 +245,14 @@ def _problem(record: object) -> str:
 def _first(where: str, items: list[object], fields: _Fields) -> str:
     problems = (_mismatch(f"{where}[{k}]", item, fields) for k, item in enumerate(items))
     return next(filter(None, problems), "")
+
+
+def _out_of_range(where: str, value: Mapping[str, Any]) -> str:
+    for name, limit in _LIMITS.items():
+        share = value.get(name)
+        if share is not None and not 0 <= share <= limit:
+            return f"{where}'s {name!r} must be between 0 and {limit}, got {share!r}"
+    return ""
 
 
 def _mismatch(where: str, value: object, fields: _Fields, optional: bool = False) -> str:
