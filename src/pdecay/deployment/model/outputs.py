@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
+from collections import deque
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -15,21 +15,35 @@ TOLERANCE = 1e-5  # relative to the largest element of an output
 
 
 def tensors_of(output: object) -> Iterator[Tensor]:
-    """Yield the tensors in a model's output: in tuples, lists, dicts and dataclasses.
+    """Yield the tensors in a model's output, also in containers and in attributes of objects.
 
-    Other objects, such as the key-value cache of a transformer, are skipped.
+    Objects are for example dataclasses and the distributions of ``torch.distributions``. Those of
+    the transformers package, such as a key-value cache, are skipped, and so are modules.
     """
+    yield from _tensors_in(output, {})
+
+
+def _tensors_in(output: object, seen: dict[int, object]) -> Iterator[Tensor]:
+    """Yield the tensors in an output, except in objects that were seen; they are kept alive."""
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_of(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from tensors_of(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for one in dataclasses.fields(output):
-            yield from tensors_of(getattr(output, one.name))
+    elif id(output) not in seen and not isinstance(output, type | nn.Module):
+        seen[id(output)] = output
+        for value in _parts(output):
+            yield from _tensors_in(value, seen)
+
+
+def _parts(output: object) -> list[object]:
+    """Return the elements of a container, or the values of an object's attributes."""
+    if isinstance(output, Mapping):
+        return list(output.values())
+    if isinstance(output, tuple | list | set | frozenset | deque):
+        return list(output)
+    if type(output).__module__.partition(".")[0] == "transformers":
+        return []
+    slots = [name for kind in type(output).__mro__ for name in getattr(kind, "__slots__", ())]
+    names = dict.fromkeys((*getattr(output, "__dict__", ()), *slots))
+    return [getattr(output, name, None) for name in names]
 
 
 @torch.no_grad()
