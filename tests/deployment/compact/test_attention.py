@@ -137,3 +137,23 @@ def test_returned_weights_keep_all_heads():
     model.attention.out_proj.weight.data[:, :4] = 0
     smaller = compact(model, torch.randn(5, 2, WIDTH))
     assert smaller.attention.num_heads == HEADS
+
+
+def test_calls_that_need_the_removed_heads_raise():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+
+        def forward(self, x, need_weights=False, mask=None):
+            return self.attention(x, x, x, need_weights=need_weights, attn_mask=mask)
+
+    model = Attention().eval()
+    model.attention.out_proj.weight.data[:, 4:12] = 0
+    x = torch.randn(1, 5, 16)
+    smaller = compact(model, x)
+    assert smaller.attention.num_heads == 2
+    with pytest.raises(ValueError, match="2 of 4 heads were removed"):
+        smaller(x, need_weights=True)
+    with pytest.raises(ValueError, match=r"4 matrices.*1 rows of 2 heads"):
+        smaller(x, mask=torch.zeros(4, 5, 5))

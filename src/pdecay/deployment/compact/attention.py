@@ -28,6 +28,7 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         self.embed_dim = source.embed_dim
         self.num_heads = source.num_heads
+        self._heads_before = source.num_heads
         self.head_dim = source.head_dim
         self.dropout = source.dropout
         self.batch_first = source.batch_first
@@ -60,6 +61,12 @@ class MultiheadAttention(nn.Module):
         """Compute the same as ``nn.MultiheadAttention``: the output, and the weights or None."""
         if is_causal and attn_mask is None:
             raise ValueError("is_causal is only a hint about attn_mask: give attn_mask as well")
+        if need_weights and self.num_heads < self._heads_before:
+            raise ValueError(
+                f"need_weights=True, but {self._heads_before - self.num_heads} of "
+                f"{self._heads_before} heads were removed, so that their weights are unknown: "
+                "compact the model with an example for which it returns the weights"
+            )
         batched = query.ndim == 3
         swapped = batched and not self.batch_first  # inputs are (length, batch, width)
         queries, keys, values = (
@@ -109,6 +116,12 @@ class MultiheadAttention(nn.Module):
         if mask is not None:
             total = _additive(mask, queries.dtype)
             if total.ndim == 3:
+                if len(total) != len(queries) * self.num_heads:
+                    raise ValueError(
+                        f"attn_mask has {len(total)} matrices, but the batch has {len(queries)} "
+                        f"rows of {self.num_heads} heads ({self._heads_before} before compact): "
+                        "give a 2-d mask, or compact the model with such a mask in the example"
+                    )
                 total = total.unflatten(0, (-1, self.num_heads))
         if padding is not None:
             hidden = _additive(padding, queries.dtype).view(-1, 1, 1, keys.shape[2])
