@@ -79,9 +79,14 @@ class Move(_Rearrangement):
     def mark_varying(self, call: Call) -> None:
         super().mark_varying(call)
         (value,), (out, *_) = call.ins, call.outs
-        if call.name == "slice" and value.weight and out.tensor.shape != value.tensor.shape:
+        if call.name == "slice" and value.static and out.tensor.shape != value.tensor.shape:
             # The number of rows, such as those of a position table, may depend on the input.
             fill_all(call.outs, True)
+        elif call.name == "select" and value.static:
+            # So may the row itself, for example the one of a task or of the last position.
+            axis = call.args[1] % value.tensor.ndim
+            first = value.tensor.narrow(axis, 0, 1)
+            out.varies = out.varies | (value.tensor != first).any(axis)
 
 
 class Join(_Rearrangement):

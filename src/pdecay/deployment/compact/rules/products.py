@@ -24,7 +24,7 @@ class MatrixProduct(Rule):
         added, a, b = _operands(call)
         reason = size_mismatch(call)
         units.tie(a.labels[-1], b.labels[-2], reason)
-        if a.varies.any() and b.varies.any():
+        if a.varies.any() and b.varies.any() and not (a.static or b.static):
             # The scores of attention: code divides them by the root of this size.
             units.keep(a.labels[-1].tolist(), f"{call} multiplies two activations over them")
         (out,) = call.outs

@@ -1,0 +1,63 @@
+"""Rows of a table that a number in the code selects: other inputs may take other rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from .checks import Model, compacted
+
+LENGTH, WIDTH = 12, 6
+
+TABLES = {
+    "view": lambda table, n: table.unsqueeze(0)[:, :n],
+    "computed": lambda table, n: (2 * table)[:n],
+    "converted": lambda table, n: table.double()[:n].float(),
+    "last": lambda table, n: table[n - 1],
+    "stacked": lambda table, n: torch.stack([table[i] for i in range(n)]),
+}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_rows_beyond_the_example_may_not_be_zero(name):
+    def forward(self, x):
+        return self.head(self.body(x) * TABLES[name](self.table, x.shape[1]))
+
+    table = torch.randn(LENGTH, WIDTH)
+    table[:7, :4] = 0
+    layers = {"body": nn.Linear(3, WIDTH), "head": nn.Linear(WIDTH, 2)}
+    model = Model(forward, table=nn.Parameter(table), **layers)
+    also = [(torch.randn(2, n, 3),) for n in (3, 8, LENGTH)]
+    compacted(model, torch.randn(2, 6, 3), also=also)
+
+
+def test_row_of_another_task():
+    def forward(self, x, task):
+        return self.head(self.body(x) * self.gates[task])
+
+    gates = torch.randn(3, WIDTH)
+    gates[0, :3] = gates[1, 2:5] = gates[2, 2] = 0
+    layers = {"body": nn.Linear(3, WIDTH), "head": nn.Linear(WIDTH, 2)}
+    model = Model(forward, gates=nn.Parameter(gates), **layers)
+    x = torch.randn(4, 3)
+    smaller = compacted(model, x, 0, also=[(x, 1), (x, 2)])
+    assert smaller.gates.shape == (3, WIDTH - 1)  # one unit is off in all tasks
+
+
+def test_stacked_weights_lose_units_that_are_dead_in_all():
+    def forward(self, x, expert):
+        return (x @ self.inner[expert]).relu() @ self.outer[expert]
+
+    layers = {"inner": torch.randn(3, 4, 8), "outer": torch.randn(3, 8, 2)}
+    layers["outer"][:, 5] = 0
+    layers["outer"][0, :3] = 0
+    model = Model(forward, **{name: nn.Parameter(one) for name, one in layers.items()})
+    x = torch.randn(4, 4)
+    smaller = compacted(model, x, 0, also=[(x, 1), (x, 2)])
+    assert smaller.inner.shape == (3, 4, 7)
