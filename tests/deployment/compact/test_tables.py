@@ -61,3 +61,14 @@ def test_stacked_weights_lose_units_that_are_dead_in_all():
     x = torch.randn(4, 4)
     smaller = compacted(model, x, 0, also=[(x, 1), (x, 2)])
     assert smaller.inner.shape == (3, 4, 7)
+
+
+def test_sizes_from_tolist():
+    def forward(self, x, sizes):
+        return torch.stack([self.net(part).amax(0) for part in x.split(sizes.tolist())])
+
+    model = Model(forward, net=nn.Sequential(nn.Linear(3, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2)))
+    model.net[2].weight.data[:, 1] = 0
+    also = [(torch.randn(9, 3), torch.tensor([2, 7]))]
+    smaller = compacted(model, torch.randn(6, 3), torch.tensor([1, 3, 2]), also=also)
+    assert smaller.net[0].out_features == WIDTH - 1

@@ -147,7 +147,8 @@ def record(model: nn.Module, inputs: Inputs) -> Trace:
     failure, so that the first operation with a wrong shape can be found.
     """
     trace = _record(model, inputs, torch.func.functionalize)
-    if trace.error is not None and "functorch" in str(trace.error):
+    unsupported = ("functorch", "unallocated storage")  # such as tensor.tolist()
+    if trace.error is not None and any(text in str(trace.error) for text in unsupported):
         trace = _record(model, inputs, lambda run: run)
     return trace
 
