@@ -389,7 +389,9 @@ def test_concurrent_calls_beyond_cache_size():
 
 
 @needs_kernel
-@pytest.mark.parametrize("transform", ["functionalize", "vmap", "make_fx", "pre_dispatch", "fake"])
+@pytest.mark.parametrize(
+    "transform", ["functionalize", "vmap", "make_fx", "pre_dispatch", "fx", "fake"]
+)
 def test_transforms_use_dense_layer(transform):
     """Traced tensors may have no memory, and the kernel's work would not be recorded."""
     with torch.inference_mode(False), torch.no_grad():
@@ -402,6 +404,8 @@ def test_transforms_use_dense_layer(transform):
             got = torch.func.vmap(sparse)(x)
         elif transform == "make_fx":
             got = make_fx(sparse)(torch.randn(3, 8))(x)
+        elif transform == "fx":
+            got = torch.fx.symbolic_trace(nn.Sequential(sparse))(x)
         elif transform == "pre_dispatch":
             got = make_fx(sparse, pre_dispatch=True)(torch.randn(3, 8))(x)
         else:

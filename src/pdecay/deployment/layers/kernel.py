@@ -52,14 +52,15 @@ def available() -> str | None:
 def is_traced(x: Tensor) -> bool:
     """Return whether operations on a tensor are recorded or transformed.
 
-    The kernel accesses raw memory, which tracers cannot see, so it must not run then.
+    The kernel accesses raw memory, which tracers cannot see, so it must not run then. A proxy of
+    ``torch.fx`` is no tensor at all.
     """
     return (
         is_tracing()
         or forward_ad._current_level >= 0
         or (
             type(x) is not Tensor
-            and type(x).__torch_dispatch__ is not _disabled_torch_dispatch_impl
+            and getattr(type(x), "__torch_dispatch__", None) is not _disabled_torch_dispatch_impl
         )
     )
 
