@@ -14,7 +14,9 @@ from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import difference, outputs
 from pdecay.deployment.model.program import Free
 from pdecay.deployment.model.state import evaluating
-from pdecay.deployment.program import capture, restore
+from pdecay.deployment.program import Captured, SavedModel, capture, restore
+from pdecay.deployment.program.sizes import ASSUMED, check_sizes
+from pdecay.deployment.program.structure import assemble, describe
 
 PROGRAM = "pdecay.program"  # the name of the program among the tensors of a file
 
@@ -49,14 +51,73 @@ def with_program(model: object, example: Inputs) -> dict[str, Tensor]:
                     "save the parts of the model separately, or the weights without example_inputs"
                 )
             check_names(captured.tensors)
-            program = torch.frombuffer(bytearray(captured.program), dtype=torch.uint8)
-            state = {PROGRAM: program, **captured.tensors}
-            _compare(model, restored(state), example)
-            return state
+            loaded = restored(_state(captured))
+            captured = captured.with_least(_least_sizes(model, loaded, example))
+            loaded.sizes = captured.content["sizes"]
+            _compare(model, loaded, example)
+            return _state(captured)
         except ExportError:
             if free == "none":
                 raise
     raise AssertionError
+
+
+def _state(captured: Captured) -> dict[str, Tensor]:
+    program = torch.frombuffer(bytearray(captured.program), dtype=torch.uint8)
+    return {PROGRAM: program, **captured.tensors}
+
+
+def _least_sizes(model: nn.Module, loaded: SavedModel, example: Inputs) -> dict[str, int]:
+    """Return the least number for each free size of a program, by name.
+
+    torch.export does not record what the code does for sizes of 0 and 1. They are allowed if the
+    program's outputs are the model's there, for each size alone and for all together.
+    """
+    names = list(loaded.sizes["ranges"]) if loaded.sizes else []
+    least = dict.fromkeys(names, 0)
+    with evaluating(model):
+        for size in range(ASSUMED):
+            for name in names:
+                if not _same_at(model, loaded, example, [name], size):
+                    least[name] = size + 1
+            allowed = [name for name in names if least[name] <= size]
+            if _same_at(model, loaded, example, allowed, size) is False:
+                least.update(dict.fromkeys(allowed, size + 1))
+    return least
+
+
+def _same_at(
+    model: nn.Module, loaded: SavedModel, example: Inputs, names: list[str], size: int
+) -> bool | None:
+    """Return whether a program refuses these free sizes to be `size`, or returns the same outputs.
+
+    Return None if the model does not take them.
+    """
+    assert loaded.sizes is not None
+    tensors: list[Tensor] = []
+    structure = describe([list(example.args), example.kwargs], tensors, "example_inputs")
+    pairs = zip(tensors, loaded.sizes["shapes"], strict=True)
+    given = [_cut(tensor, sizes, names, size) for tensor, sizes in pairs]
+    try:
+        check_sizes(loaded.sizes, given)
+    except ValueError:
+        return True
+    args, kwargs = assemble(structure, given)
+    inputs = Inputs(tuple(args), kwargs)
+    try:
+        expected = outputs(model, inputs)
+    except Exception:
+        return None
+    try:
+        return difference(expected, outputs(loaded, inputs)) <= _TOLERANCE
+    except Exception:
+        return False
+
+
+def _cut(tensor: Tensor, sizes: list[int | str], names: list[str], size: int) -> Tensor:
+    for axis, name in enumerate(sizes):
+        tensor = tensor.narrow(axis, 0, size) if name in names else tensor
+    return tensor
 
 
 def _compare(model: nn.Module, loaded: nn.Module, example: Inputs) -> None:
@@ -83,7 +144,7 @@ def _compare(model: nn.Module, loaded: nn.Module, example: Inputs) -> None:
                 )
 
 
-def restored(state: Mapping[str, Tensor]) -> nn.Module:
+def restored(state: Mapping[str, Tensor]) -> SavedModel:
     """Return the model of a file that has a program; raise FileFormatError if it is invalid."""
     try:
         return restore(state[PROGRAM].numpy().tobytes(), state, _MAX_PROGRAM)

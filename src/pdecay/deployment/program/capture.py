@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,17 +34,37 @@ class Captured:
     """A recorded model.
 
     Args:
-        program: the graph as compressed JSON, for :func:`restore`.
-        program_size: the bytes of the JSON.
+        content: the graph as plain data.
         tensors: the parameters, buffers and constants that the graph uses, by name. The weight of a
             sparse layer is dense.
-        free_batch: whether the first axis of the inputs may have any size.
     """
 
-    program: bytes
-    program_size: int
+    content: dict[str, Any]
     tensors: dict[str, Tensor]
-    free_batch: bool
+
+    @cached_property
+    def program(self) -> bytes:
+        """The graph as compressed JSON, for :func:`restore`."""
+        return zlib.compress(self._json, 9)
+
+    @property
+    def program_size(self) -> int:
+        """The bytes of the JSON."""
+        return len(self._json)
+
+    def with_least(self, least: Mapping[str, int]) -> Captured:
+        """Return the same program for free sizes of at least these numbers, by name."""
+        sizes = self.content["sizes"]
+        ranges = {
+            name: [max(low, least.get(name, low)), high]
+            for name, (low, high) in sizes["ranges"].items()
+        }
+        content = {**self.content, "sizes": {**sizes, "ranges": ranges}}
+        return Captured(content, self.tensors)
+
+    @cached_property
+    def _json(self) -> bytes:
+        return json.dumps(self.content, separators=(",", ":"), allow_nan=False).encode()
 
 
 def capture(model: nn.Module, example: Inputs, free: Free = "all") -> Captured:
@@ -117,8 +139,7 @@ def _encoded(
         "names": names,
         **graph,
     }
-    data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    return Captured(zlib.compress(data, 9), len(data), tensors, free_batch)
+    return Captured(content, tensors)
 
 
 def _plain_graph(graph: fx.Graph) -> dict[str, Any]:

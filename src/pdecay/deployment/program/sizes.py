@@ -19,11 +19,15 @@ from pdecay.deployment.model.program import input_shapes, size_conditions
 from pdecay.deployment.program import conditions
 
 Sizes = dict[str, Any]
-_ASSUMED = 2  # torch.export assumes free sizes of at least 2, although 0 and 1 work as well
+ASSUMED = 2  # torch.export assumes free sizes of at least 2, although 0 and 1 often work as well
 
 
 def sizes_of(program: ExportedProgram) -> Sizes:
-    """Return the sizes of a program's inputs; raise TypeError if they cannot be described."""
+    """Return the sizes of a program's inputs; raise TypeError if they cannot be described.
+
+    Sizes of 0 and 1 are included, but the code may take another branch for them, which is not
+    among the conditions.
+    """
     names: dict[Any, str] = {}
     shapes = [[_size(size, names) for size in shape] for shape in input_shapes(program)]
     ranges = {}
@@ -31,7 +35,7 @@ def sizes_of(program: ExportedProgram) -> Sizes:
         limits = program.range_constraints[symbol]
         low, high = int(limits.lower), limits.upper
         is_bound = high.is_Integer and int(high) < torch.iinfo(torch.int64).max
-        ranges[name] = [low if low > _ASSUMED else 0, int(high) if is_bound else None]
+        ranges[name] = [low if low > ASSUMED else 0, int(high) if is_bound else None]
     found = [conditions.encode(one, names) for one in size_conditions(program)]
     return {"shapes": shapes, "ranges": ranges, "conditions": found}
 

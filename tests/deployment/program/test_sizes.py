@@ -1,0 +1,55 @@
+"""Sizes that the code of a model branches on, in programs of files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import pdecay
+
+
+class Branching(nn.Module):
+    """A linear layer whose code depends on the sizes of its input."""
+
+    def __init__(self, branch):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.branch = branch
+
+    def forward(self, x):
+        y = self.layer(x)
+        return 2 * y if self.branch(*x.shape) else y
+
+
+BRANCHES = {
+    "length one": lambda rows, length, width: length == 1,
+    "short": lambda rows, length, width: length < 2,
+    "half": lambda rows, length, width: length // 2 == 0,
+    "one row": lambda rows, length, width: rows == 1,
+    "empty": lambda rows, length, width: rows == 0 or length == 0,
+    "one of both": lambda rows, length, width: rows * length == 1,
+    "none": lambda rows, length, width: False,
+}
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_sizes_below_two_are_exact_or_refused(branch, tmp_path):
+    model = Branching(BRANCHES[branch]).eval()
+    pdecay.save(model, tmp_path / "a.safetensors", example_inputs=torch.randn(3, 6, 4))
+    loaded = pdecay.load(tmp_path / "a.safetensors")
+    refused = set()
+    for shape in [(r, n) for r in (0, 1, 2, 5) for n in (0, 1, 2, 7)]:
+        x = torch.randn(*shape, 4)
+        try:
+            got = loaded(x)
+        except ValueError as error:
+            assert "the program takes" in str(error)
+            refused.add(shape)
+        else:
+            torch.testing.assert_close(got, model(x))
+    assert not refused & {(2, 2), (2, 7), (5, 2), (5, 7)}
+    if branch == "none":
+        assert not refused
+    if branch == "length one":
+        assert (1, 7) not in refused
