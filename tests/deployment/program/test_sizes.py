@@ -1,4 +1,4 @@
-"""Sizes that the code of a model branches on, in programs of files."""
+"""Sizes and dtypes that the code of a model branches on, in programs of files."""
 
 from __future__ import annotations
 
@@ -53,3 +53,33 @@ def test_sizes_below_two_are_exact_or_refused(branch, tmp_path):
         assert not refused
     if branch == "length one":
         assert (1, 7) not in refused
+
+
+def masked(x, mask):
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(x).masked_fill(mask, -5.0)
+    return x + mask
+
+
+class Masked(nn.Module):
+    def forward(self, x, mask):
+        return masked(x, mask)
+
+
+def test_other_kinds_of_numbers_are_refused(tmp_path):
+    x, hidden = torch.randn(3, 4), torch.rand(3, 4) < 0.5
+    added = torch.zeros(3, 4).masked_fill(hidden, -5.0)
+    for given, other, text in [(added, hidden, "float32.*got bool"), (hidden, added, "bool.*got")]:
+        pdecay.save(Masked(), tmp_path / "a.safetensors", example_inputs=(x, given))
+        loaded = pdecay.load(tmp_path / "a.safetensors")
+        assert torch.equal(loaded(x, given), masked(x, given))
+        with pytest.raises(ValueError, match=f"takes a tensor of dtype {text}"):
+            loaded(x, other)
+
+
+def test_precision_may_differ(tmp_path):
+    table = nn.Embedding(5, 4)
+    pdecay.save(table, tmp_path / "a.safetensors", example_inputs=torch.tensor([[1, 2]]))
+    loaded = pdecay.load(tmp_path / "a.safetensors").double()
+    indices = torch.tensor([[3, 0, 4]])
+    assert torch.equal(loaded(indices.int()), table(indices).double())

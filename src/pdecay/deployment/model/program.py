@@ -70,10 +70,19 @@ def exported(model: nn.Module, inputs: Inputs, free: Free | None = None) -> Prog
 
 def input_shapes(program: ExportedProgram) -> list[list[int | torch.SymInt]]:
     """Return the shapes of the inputs; a free size is a ``torch.SymInt``."""
+    return [[_plain(size) for size in value.shape] for value in _input_tensors(program)]
+
+
+def input_dtypes(program: ExportedProgram) -> list[torch.dtype]:
+    """Return the dtypes of the inputs."""
+    return [value.dtype for value in _input_tensors(program)]
+
+
+def _input_tensors(program: ExportedProgram) -> list[Tensor]:
     names = program.graph_signature.user_inputs
     nodes = {node.name: node for node in program.graph.nodes}
     values = (nodes[name].meta["val"] for name in names if isinstance(name, str) and name in nodes)
-    return [[_plain(size) for size in value.shape] for value in values if isinstance(value, Tensor)]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def size_conditions(program: ExportedProgram) -> list[Any]:

@@ -1,9 +1,12 @@
-"""The sizes of the inputs that a program takes.
+"""The sizes and dtypes of the inputs that a program takes.
 
 A program is recorded for the sizes of its example, and its numbers may depend on them. Other sizes
 must therefore be refused, except along axes that torch.export found to be free. The sizes of an
 input are a list of integers for fixed sizes and of names for free ones. Axes with the same name
 have the same size. Each name has a range, and there may be further conditions.
+
+The code may also branch on a dtype: a mask of bools hides where it is True, a mask of floats is
+added. Inputs must therefore have the example's kind of numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from pdecay.deployment.model.program import input_shapes, size_conditions
+from pdecay.deployment.model.program import input_dtypes, input_shapes, size_conditions
 from pdecay.deployment.program import conditions
 
 Sizes = dict[str, Any]
@@ -37,7 +40,8 @@ def sizes_of(program: ExportedProgram) -> Sizes:
         is_bound = high.is_Integer and int(high) < torch.iinfo(torch.int64).max
         ranges[name] = [low if low > ASSUMED else 0, int(high) if is_bound else None]
     found = [conditions.encode(one, names) for one in size_conditions(program)]
-    return {"shapes": shapes, "ranges": ranges, "conditions": found}
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in input_dtypes(program)]
+    return {"shapes": shapes, "ranges": ranges, "conditions": found, "dtypes": dtypes}
 
 
 def takes_any_size(program: ExportedProgram) -> bool:
@@ -60,13 +64,26 @@ def check_form(sizes: Any) -> None:
             fits = isinstance(more, list) and all(
                 conditions.is_condition(one, ranges) for one in more
             )
-            if fits and not limits and all(type(size) is int for size in flat):
+            dtypes = sizes.get("dtypes")  # older files have none of these, either
+            known = dtypes is None or (
+                isinstance(dtypes, list)
+                and len(dtypes) == len(shapes)
+                and all(isinstance(_dtype(one), torch.dtype) for one in dtypes)
+            )
+            if known and fits and not limits and all(type(size) is int for size in flat):
                 return
     raise ValueError(f"the program is damaged: sizes {str(sizes)[:100]}")
 
 
 def check_sizes(sizes: Sizes, tensors: Sequence[Tensor]) -> None:
     """Raise ValueError unless a program takes these inputs."""
+    for number, (tensor, name) in enumerate(zip(tensors, sizes.get("dtypes", ()), strict=False)):
+        if _kind(tensor.dtype) != _kind(_dtype(name)):
+            raise ValueError(
+                f"the program takes a tensor of dtype {name} as tensor {number}, got "
+                f"{str(tensor.dtype).removeprefix('torch.')}: convert it, or save the model with "
+                "such an example"
+            )
     found: dict[str, int] = {}
     for number, (tensor, expected) in enumerate(zip(tensors, sizes["shapes"], strict=True)):
         given = tensor.shape
@@ -104,6 +121,17 @@ def _size(size: int | torch.SymInt, names: dict[Any, str]) -> int | str:
     if not symbol.is_Symbol:
         raise TypeError(f"a size of an input depends on another: {size}")
     return names.setdefault(symbol, f"n{len(names)}")
+
+
+def _dtype(name: Any) -> Any:
+    return getattr(torch, name, None) if isinstance(name, str) else None
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Return the kind of numbers. Code seldom branches on the precision of floats and integers."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return "float" if dtype.is_floating_point else "complex"
+    return str(dtype) if dtype in (torch.bool, torch.uint8) else "integer"
 
 
 def _is_range(pair: Any) -> bool:
