@@ -43,11 +43,13 @@ def test_sizes_below_two_are_exact_or_refused(branch, tmp_path):
         x = torch.randn(*shape, 4)
         try:
             got = loaded(x)
-        except ValueError as error:
-            assert "the program takes" in str(error)
+        except ValueError:
             refused.add(shape)
         else:
             torch.testing.assert_close(got, model(x))
+    for shape in refused:
+        with pytest.raises(ValueError, match="the program takes"):
+            loaded(torch.randn(*shape, 4))
     assert not refused & {(2, 2), (2, 7), (5, 2), (5, 7)}
     if branch == "none":
         assert not refused
