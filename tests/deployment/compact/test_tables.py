@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from pdecay.deployment.compact import CompactError, compact
+
 from .checks import Model, compacted
 
 LENGTH, WIDTH = 12, 6
@@ -72,3 +74,14 @@ def test_sizes_from_tolist():
     also = [(torch.randn(9, 3), torch.tensor([2, 7]))]
     smaller = compacted(model, torch.randn(6, 3), torch.tensor([1, 3, 2]), also=also)
     assert smaller.net[0].out_features == WIDTH - 1
+
+
+def test_branch_on_a_length_of_one_is_an_error():
+    def forward(self, x):
+        hidden = self.body(x)
+        return self.head(hidden + 1 if x.shape[1] == 1 else hidden)
+
+    model = Model(forward, body=nn.Linear(3, WIDTH), head=nn.Linear(WIDTH, 2)).eval()
+    model.body.weight.data[2] = 0
+    with pytest.raises(CompactError, match=r"shape \[2, 1, 3\] instead of \[2, 6, 3\]"):
+        compact(model, torch.randn(2, 6, 3))

@@ -65,9 +65,9 @@ def compact(
         example_inputs: a tensor, a tuple of arguments, a dict of keyword arguments, or a pair of
             both, ``((x,), {"mask": mask})``. The model runs on it in eval mode. The result is the
             same function along the code that runs on this example; it is also checked with one row,
-            with twice the rows and, where the model takes it, with half of each other size. Layers
-            that do not run on the example are not changed, so that they may not fit the smaller
-            layers before them; the report names them.
+            with twice the rows and, where the model takes it, with half and one of each other size.
+            Layers that do not run on the example are not changed, so that they may not fit the
+            smaller layers before them; the report names them.
         optimizer: the optimizer of this model, whose state is carried over.
         fold: whether constants may be folded into biases. If False, constant units are kept.
 

@@ -102,10 +102,12 @@ class Inputs:
 
         A model's code may branch on a size or compute with it. If the tensors have a common first
         axis, there are inputs with twice the rows and with one row. Then come inputs with half of
-        each size: the tensors are cropped along all axes of that size, such as height and width.
+        each size, and with a size of one, such as a single word: the tensors are cropped along all
+        axes of that size, such as height and width.
         """
         lengths = {n for tensor in self.tensors for n in tensor.shape if n > 1}
-        cropped = [self._map(partial(_crop, length=n)) for n in sorted(lengths)]
+        sizes = [(n, size) for n in sorted(lengths) for size in dict.fromkeys(((n + 1) // 2, 1))]
+        cropped = [self._map(partial(_crop, length=n, size=size)) for n, size in sizes]
         return [*(self.other_batches() if self.has_batch else ()), *cropped]
 
     def other_batches(self) -> list[Self]:
@@ -159,11 +161,11 @@ def kept_example(model: object) -> Inputs | None:
     return example if type(example) is Inputs else None
 
 
-def _crop(tensor: Tensor, length: int) -> Tensor:
-    """Return the first half of a tensor along all axes of this length."""
+def _crop(tensor: Tensor, length: int, size: int) -> Tensor:
+    """Return the first `size` positions of a tensor along all axes of this length."""
     for axis, n in enumerate(tensor.shape):
         if n == length:
-            tensor = tensor.narrow(axis, 0, (n + 1) // 2)
+            tensor = tensor.narrow(axis, 0, size)
     return tensor
 
 

@@ -74,7 +74,7 @@ def deploy(
             :func:`pdecay.prune_`).
         example_inputs: as for :func:`pdecay.compact`, with the batch size of later use. The model's
             code must take the same branches later. This is checked for one row, for twice the rows
-            and for half of each other size: a version whose outputs differ there is not used, and
+            and for half and one of each other size: a version whose outputs differ is not used, and
             the report says so.
         seconds: the time for the whole call. Compaction and checks run the model about ten times,
             however long that takes; at least 30 % of `seconds` remain for measurements, which time
