@@ -85,3 +85,35 @@ def test_branch_on_a_length_of_one_is_an_error():
     model.body.weight.data[2] = 0
     with pytest.raises(CompactError, match=r"shape \[2, 1, 3\] instead of \[2, 6, 3\]"):
         compact(model, torch.randn(2, 6, 3))
+
+
+def branching(self, x, scale):
+    hidden = self.body(x)
+    return self.head(hidden + 1 if x.abs().max() > 1.01 else hidden) * scale
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0])
+def test_constant_that_depends_on_a_number_in_the_example_is_an_error(scale):
+    def forward(self, x, scale):
+        return self.head(self.body(x) * scale)
+
+    model = Model(forward, body=nn.Linear(3, WIDTH), head=nn.Linear(WIDTH, 2)).eval()
+    model.body.weight.data[2] = 0
+    x = torch.randn(2, 3)
+    with pytest.raises(CompactError, match="another number in example_inputs"):
+        compact(model, (x, scale))
+    other = Model(branching, body=model.body, head=model.head).eval()
+    with pytest.raises(CompactError, match="please report"):  # it branches on values
+        compact(other, (torch.linspace(-1, 1, 6).view(2, 3), 2.0))
+    smaller = compacted(model, x, torch.tensor(scale), also=[(x, torch.tensor(0.7))])
+    assert smaller.body.out_features == WIDTH
+
+
+def test_number_in_the_example_without_influence_on_dead_units():
+    def forward(self, x, scale):
+        return self.head(self.body(x).relu()) * scale
+
+    model = Model(forward, body=nn.Linear(3, WIDTH), head=nn.Linear(WIDTH, 2))
+    model.body.weight.data[2] = 0
+    x = torch.randn(2, 3)
+    assert compacted(model, x, 2.0, also=[(x, 0.3), (x, 0.0)]).body.out_features == WIDTH - 1

@@ -216,7 +216,8 @@ class _Compaction:
         generators = [torch.Generator().manual_seed(seed) for seed in range(_RANDOM_CHECKS)]
         random = [self.inputs.randomized(generator) for generator in generators]
         original = self._copy()
-        for inputs in (*random, *self.inputs.other_sizes()):
+        numbers = self.inputs.other_numbers()
+        for inputs in (*random, *self.inputs.other_sizes(), *numbers):
             # The model may reject them, for example token ids in another order.
             with contextlib.suppress(Exception):
                 checks.append((inputs, outputs(original, inputs)))
@@ -229,9 +230,13 @@ class _Compaction:
                 ) from failed
             error = max(error, difference(expected, got))
             if not agree(expected, got) and not agree_in_float64(original, current, inputs):
-                remedy = (
-                    self._other_size(inputs) or ": try fold=False, and please report this model"
-                )
+                remedy = self._other_size(inputs)
+                if any(inputs is one for one in numbers):
+                    remedy = (
+                        " for another number in example_inputs, with which the model computes a "
+                        "unit that is constant otherwise: give the number as a tensor"
+                    )
+                remedy = remedy or ": try fold=False, and please report this model"
                 raise CompactError(
                     f"the smaller model's outputs differ by {error:.1e} of the largest element, "
                     f"more than {TOLERANCE:g}{remedy}"

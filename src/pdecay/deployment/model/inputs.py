@@ -115,6 +115,19 @@ class Inputs:
         single = [self._map(lambda tensor: tensor[:1])] if len(self.tensors[0]) > 1 else []
         return [self.repeated(), *single]
 
+    def other_numbers(self) -> list[Self]:
+        """Return these inputs with other floating-point numbers; an empty list if there are none.
+
+        A model may compute with such an argument, so that a unit is constant only for the example.
+        Other arguments, such as integers, mostly choose a branch.
+        """
+        args, kwargs = tree_map(
+            lambda leaf: (leaf / 2 or 0.5) if isinstance(leaf, float) else leaf,
+            (self.args, self.kwargs),
+        )
+        floats = (isinstance(leaf, float) for leaf in tree_leaves((self.args, self.kwargs)))
+        return [replace(self, args=args, kwargs=kwargs)] if any(floats) else []
+
     def randomized(self, generator: torch.Generator) -> Self:
         """Return other inputs of the same kind.
 
