@@ -27,7 +27,6 @@ BRANCHES = {
     "short": lambda rows, length, width: length < 2,
     "half": lambda rows, length, width: length // 2 == 0,
     "one row": lambda rows, length, width: rows == 1,
-    "empty": lambda rows, length, width: rows == 0 or length == 0,
     "one of both": lambda rows, length, width: rows * length == 1,
     "none": lambda rows, length, width: False,
 }
@@ -85,3 +84,21 @@ def test_precision_may_differ(tmp_path):
     loaded = pdecay.load(tmp_path / "a.safetensors").double()
     indices = torch.tensor([[3, 0, 4]])
     assert torch.equal(loaded(indices.int()), table(indices).double())
+
+
+class Bags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.EmbeddingBag(9, 4, mode="max")
+
+    def forward(self, indices, offsets):
+        return self.table(indices, offsets)
+
+
+def test_models_are_not_tried_on_empty_inputs(tmp_path):
+    """nn.EmbeddingBag crashes the process without offsets."""
+    indices, offsets = torch.arange(8), torch.tensor([0, 3, 7])
+    model = Bags()
+    pdecay.save(model, tmp_path / "a.safetensors", example_inputs=(indices, offsets))
+    loaded = pdecay.load(tmp_path / "a.safetensors")
+    assert torch.equal(loaded(indices, offsets), model(indices, offsets))
