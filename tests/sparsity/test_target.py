@@ -149,6 +149,51 @@ def test_floor_is_kept_and_the_target_is_met():
     assert zero_share(weights(model)) == pytest.approx(0.6, abs=0.01)
 
 
+@pytest.mark.parametrize("target", [0.8, 0.9, 0.95])
+def test_target_is_met_exactly_if_the_floor_keeps_all_the_rest(target):
+    # The share that a tensor keeps is no whole number of weights.
+    sizes = [(7, 9), (5, 5), (1, 3)]
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(size)) for size in sizes]
+    optimizer = PAdam(params, lr=1e-2, decay=Lp(0.8, 1))
+    steered = SparsityTarget(optimizer, target, 20, floor=1 - target)
+    for _ in range(20):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    total = sum(param.numel() for param in params)
+    assert sum(int((param == 0).sum()) for param in params) == round(target * total)
+    assert all(param.any() for param in params)
+    assert steered.last_step == 20
+
+
+@pytest.mark.parametrize("rank", ["adaptive", "magnitude"])
+def test_floor_is_kept_among_equal_weights(rank):
+    params = [nn.Parameter(torch.full(size, 0.5)) for size in [(10, 10), (6, 5), (2, 2)]]
+    optimizer = PAdam(params, decay=Lp(0.8, 1))
+    steered = SparsityTarget(optimizer, 0.7, 10, floor=0.1, rank=rank, pull=0)
+    for _ in range(10):
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+    assert [int((param == 0).sum()) for param in params] == [90, 4, 0]
+    assert steered.last_step == 10
+
+
+def test_floor_allows_zeros_that_are_there_already():
+    params = [nn.Parameter(torch.ones(10, 10)), nn.Parameter(torch.ones(10, 10))]
+    params[0].data[:, :9] = 0
+    optimizer = PAdam(params, decay=Lp(0.8, 1))
+    steered = SparsityTarget(optimizer, 0.6, 10, floor=0.2)
+    for step in range(10):
+        for param in params:
+            random = torch.randn(10, 10, generator=torch.Generator().manual_seed(step))
+            param.grad = random * (param != 0)
+        optimizer.step()
+    assert [int((param == 0).sum()) for param in params] == [90, 30]
+    assert steered.last_step == 10
+
+
 def test_existing_zeros_count():
     model = build()
     with torch.no_grad():

@@ -53,7 +53,8 @@ class Pool:
         """Yield lists of tensors to rank together, each with its number of zeros.
 
         A tensor that the common ranking would take below its floor gets as many zeros as the
-        floor allows. The rest of the zeros is distributed over the other tensors.
+        floor allows. The rest of the zeros is distributed over the other tensors. If the floors
+        leave too few weights for the target, the target is met without them.
 
         Args:
             progress: the progress along the ramp, from 0 to 1.
@@ -61,18 +62,44 @@ class Pool:
             scores: returns the scores by which the weights of a tensor are ranked.
         """
         count, free = self.zeros_at(progress), list(self.params)
-        while floor and count:
+        most = self._most_zeros(count, floor, scores) if floor else None
+        while most and count:
             tau = kth_magnitude([scores(param) for param in free], count)
-            most = {param: int((1 - floor) * param.numel()) for param in free}
-            full = [param for param in free if _count_up_to(scores(param), tau) > most[param]]
-            if not full or len(full) == len(free):
+            up_to = {param: _count_up_to(scores(param), tau) for param in free}
+            full = [param for param in free if up_to[param] > most[param]]
+            if not full:
                 break
+            if sum(min(up_to[param], most[param]) for param in free) >= count:
+                # Equal scores: the others have enough of them. The earliest are set, as elsewhere.
+                below = {p: min(_count_below(scores(p), tau), most[p]) for p in free}
+                count -= sum(below.values())
+                for param in free:
+                    tied = min(count, min(up_to[param], most[param]) - below[param])
+                    count -= tied
+                    yield [param], below[param] + tied
+                return
             for param in full:
-                zeros = most.pop(param)
-                count -= zeros
-                yield [param], zeros
-            free = list(most)
+                count -= most[param]
+                yield [param], most[param]
+            free = [param for param in free if param not in set(full)]
         yield free, count
+
+    def _most_zeros(
+        self, count: int, floor: float, scores: Callable[[Tensor], Tensor]
+    ) -> dict[Tensor, int] | None:
+        """Return how many weights of each tensor may be zero; None if `count` needs more.
+
+        The share that is kept is rounded up if possible, else down, but not to nothing.
+        """
+        zeros = [_count_up_to(scores(param), 0.0) for param in self.params]
+        sizes = [param.numel() for param in self.params]
+        up = [size - int((1 - floor) * size) for size in sizes]
+        down = [max(1, int(floor * size)) for size in sizes]
+        for kept in (up, down):
+            most = [max(n - k, z) for n, k, z in zip(sizes, kept, zeros, strict=True)]
+            if sum(most) >= count:
+                return dict(zip(self.params, most, strict=True))
+        return None
 
     def check(self, floor: float, *, continues: bool) -> None:
         """Raise ValueError if the target cannot be met.
@@ -137,5 +164,14 @@ def check_per_layer(per_layer: PerLayer, groups: Iterable[Group]) -> None:
 
 @torch.no_grad()
 def _count_up_to(scores: Tensor, tau: float) -> int:
-    count = (scores.abs() <= tau).sum()
+    return _total(scores.abs() <= tau)
+
+
+@torch.no_grad()
+def _count_below(scores: Tensor, tau: float) -> int:
+    return _total(scores.abs() < tau)
+
+
+def _total(chosen: Tensor) -> int:
+    count = chosen.sum()
     return int(count.full_tensor() if hasattr(count, "full_tensor") else count)

@@ -90,7 +90,7 @@ class SparsityTarget:
         per_layer: True ranks each tensor by itself, so that each ends at the target. A mapping
             from tensors to targets does so for these tensors, and ranks the rest together.
         floor: the share of each tensor that is kept regardless of the ranking, so that no layer
-            is removed.
+            is removed. The target is met in any case: where both do not fit, less is kept.
         rank: the order in which weights are removed. "adaptive" ranks by ``|w| * v^(1/4)``, the
             length of a weight in Adam's own metric; v is the optimizer's running mean of squared
             gradients, or one that the target keeps itself. "magnitude" ranks by ``|w|``.
