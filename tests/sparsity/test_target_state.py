@@ -132,6 +132,34 @@ class TestResume:
         assert target.sparsity == pytest.approx(0.9, abs=1e-3)
         assert zeros([model[-1].weight]) > 0
 
+    @pytest.mark.parametrize("options", [{}, {"per_layer": True, "rank": "magnitude"}])
+    def test_parameters_may_be_appended_and_removed(self, options):
+        model = build()
+        optimizer = padam(model)
+        target = SparsityTarget(optimizer, 0.9, STEPS, **options)
+        train(model, optimizer, 20)
+        params = optimizer.param_groups[0]["params"]
+        model.append(nn.Linear(4, 4, bias=False))
+        params.append(model[-1].weight)
+        assert 0 < target.sparsity < 0.9  # before the first step with it
+        train(model, optimizer, 40, start=20)
+        params.remove(model[0].weight)
+        train(model, optimizer, start=40)
+        assert target.sparsity == pytest.approx(0.9, abs=5e-3)
+
+    def test_removed_parameters_take_their_initial_zeros_with_them(self):
+        large, small = nn.Parameter(torch.zeros(40, 40)), nn.Parameter(torch.ones(4, 4))
+        large.data[0] = 1.0
+        optimizer = PAdam([{"params": [large, small], "decay": Lp(0.8, 1)}])
+        target = SparsityTarget(optimizer, 0.99, 20, rank="magnitude")
+        for step in range(20):
+            for param in (large, small):
+                param.grad = param.detach().clone()
+            optimizer.step()
+            if step == 5:
+                del optimizer.param_groups[0]["params"][0]
+        assert target.sparsity == 1.0  # 15.84 of 16
+
     def test_pickle_says_what_to_save(self):
         optimizer = padam(build())
         target = SparsityTarget(optimizer, 0.9, STEPS)

@@ -125,9 +125,9 @@ def make_pools(groups: Iterable[Group], target: float, per_layer: PerLayer) -> l
     pools = []
     rest = Pool([], target)
     for group in groups:
-        initial = group.get("target_initial")
+        initial = group.get("target_initial", [])  # shorter if parameters were appended just now
         for i, param in steered(group):
-            zeros = max(0, initial[i]) if initial else 0
+            zeros = min(max(0, initial[i]), param.numel()) if i < len(initial) else 0
             if per_layer is True or param in own_targets:
                 pools.append(Pool([param], own_targets.get(param, target), zeros))
             else:

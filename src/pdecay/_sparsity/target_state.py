@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterable
 
 from pdecay._core.group_settings import Group
+from pdecay._sparsity.freezing import HOLD
 from pdecay._sparsity.pools import steered
 from pdecay._sparsity.ranking import count_zeros
 
@@ -32,10 +33,12 @@ def complete_state(groups: list[Group], target: float, end: int) -> None:
     """
     complete = [group for group in groups if group.get("target_sparsity") == target]
     for group in complete:
-        added = len(group["params"]) - len(group["target_initial"])
-        if added > 0:  # parameters that were appended to the group
-            group["target_initial"] = group["target_initial"] + [-1] * added
-            group["target_means"] = [0.0] * len(group["params"])
+        size, initial = len(group["params"]), group["target_initial"]
+        if len(initial) != size:  # parameters were appended to the group, or removed from it
+            group["target_initial"] = [*initial[:size], *[-1] * (size - len(initial))]
+            group["target_means"] = [0.0] * size
+            if isinstance(group["decay_scale"], list):  # the next stage sets it again
+                group["decay_scale"] = HOLD
     if len(complete) == len(groups):
         return
     state: Group = dict.fromkeys(_SHARED, 0.0) | {"target_step": 0}
