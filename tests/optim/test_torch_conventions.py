@@ -287,6 +287,23 @@ class TestTracing:
                 optimizer.param_groups[0]["lr"] *= 0.5
         torch.testing.assert_close(models[0].weight, models[1].weight, rtol=1e-4, atol=1e-6)
 
+    @pytest.mark.parametrize("build", [padam, psgd])
+    def test_compiled_step_holds_zeros_at_a_tiny_learning_rate(self, build):
+        """lr times the scale that holds zeros is 0 in float32 if lr is at the end of a schedule."""
+        torch._dynamo.reset()
+        model, lr = linear(), torch.tensor(0.01)
+        with torch.no_grad():
+            model.weight[0] = 0.0
+        optimizer = build([model.weight], lr=lr)
+        pdecay.freeze_zeros(optimizer)
+        step = torch.compile(optimizer.step, fullgraph=True, backend="eager")
+        for value in (1e-2, 1e-9, 1e-17, 1e-30):
+            lr.fill_(value)
+            model.weight.grad = torch.ones_like(model.weight)
+            step()
+            assert not model.weight[0].any()
+            assert model.weight[1:].all()
+
     @pytest.mark.slow
     @pytest.mark.parametrize("foreach", [True, False])
     @pytest.mark.parametrize("build", [padam, psgd])

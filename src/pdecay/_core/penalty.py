@@ -101,6 +101,10 @@ class Penalty:
         """Whether zero is a fixed point of the step, as it is if some p < 2 with lam > 0."""
         return any(term.p < 2 and term.lam > 0 for term in self.terms)
 
+    def scaled(self, scale: float) -> Penalty:
+        """Return the penalty with every lam multiplied by a number."""
+        return Sum(tuple(Lp(term.p, scale * term.lam) for term in self.terms))
+
     def pairs(self) -> list[list[float]]:
         """Return ``[[p, lam], ...]``, the plain numbers in an optimizer's ``param_groups``."""
         return [[term.p, term.lam] for term in self.terms]

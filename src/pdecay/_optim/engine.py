@@ -108,8 +108,8 @@ class DecayBatch:
 
     params: list[Tensor]
     indices: list[int]  # positions in the list that the batch was made from
-    rate: Rate  # the learning rate of the decay times the common decay_scale
-    penalty: Penalty | None  # None if nothing decays
+    rate: Rate  # the learning rate of the decay; a number is multiplied by the decay_scale
+    penalty: Penalty | None  # None if nothing decays; for a tensor `rate`, it has the decay_scale
     auxiliary: Sequence[float]  # if not empty, s is kept in an anchor for each parameter
     kernel: ModuleType | None
     foreach: bool
@@ -243,11 +243,15 @@ def make_batches(
         alone = i if kernel is None and not foreach else None
         batches.setdefault((kernel, scale, alone), []).append(i)
     for (kernel, scale, _), indices in batches.items():
+        own_rate, own_penalty = rate * scale if scale else 0.0, penalty if scale else None
+        if isinstance(own_rate, Tensor) and own_penalty is not None:
+            # In a tensor's precision, a small rate times the scale that holds zeros would be 0.
+            own_rate, own_penalty = rate, own_penalty.scaled(scale)
         yield DecayBatch(
             params=[params[i] for i in indices],
             indices=indices,
-            rate=rate * scale if scale else 0.0,
-            penalty=penalty if scale else None,
+            rate=own_rate,
+            penalty=own_penalty,
             auxiliary=auxiliary,
             kernel=kernel,
             foreach=foreach,
