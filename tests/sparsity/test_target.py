@@ -194,6 +194,39 @@ def test_floor_allows_zeros_that_are_there_already():
     assert steered.last_step == 10
 
 
+@pytest.mark.parametrize(
+    "steer", [freeze_zeros, lambda optimizer: SparsityTarget(optimizer, 0.9, 5)]
+)
+def test_decay_with_a_learning_rate_of_0_is_refused(steer):
+    attached = torch.optim.SGD(build().parameters(), lr=0.1)
+    attach(attached, Lp(0.8, 1), lr=0.0)
+    own = padam(build(), Lp(0.8, 1))
+    own.param_groups[0]["decay_lr"] = 0.0
+    for optimizer in (attached, own):
+        with pytest.raises(ValueError, match=r"learning rate .* is 0, and only the decay keeps"):
+            steer(optimizer)
+
+
+@pytest.mark.parametrize("step", [10, STEPS])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decay_lr": 0.0}, "only the decay keeps zeros at zero"),
+        ({"decay": [[2.0, 0.1]]}, "zero is a fixed point only for some p < 2"),
+    ],
+)
+def test_settings_that_would_release_the_zeros_are_refused(change, message, step):
+    model = build()
+    optimizer = padam(model, Lp(0.8, 1))
+    target = SparsityTarget(optimizer, 0.9, STEPS)
+    train(model, optimizer, target, step)
+    before = target.sparsity
+    optimizer.param_groups[0].update(change)
+    with pytest.raises(ValueError, match=message):
+        train(model, optimizer, target, step + 1, start=step)
+    assert target.sparsity == before
+
+
 def test_existing_zeros_count():
     model = build()
     with torch.no_grad():

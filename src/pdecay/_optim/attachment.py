@@ -174,6 +174,11 @@ class Attachment(StepHooks):
         state = "" if self._handles else ", detached"
         return f"Attachment({name}, decay={self._defaults.penalty!r}, step={self.step!r}{state})"
 
+    @property
+    def lr(self) -> LearningRate:
+        """The learning rate that was passed to :func:`attach`."""
+        return self._lr
+
     def rate(self, group: Group) -> float | Tensor:
         """Return the learning rate of the decay in this group."""
         lr = self._lr(group) if callable(self._lr) else self._lr

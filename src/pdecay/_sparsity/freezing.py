@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from pdecay._core.group_settings import Group, decayed_params
-from pdecay._core.penalty import as_penalty
+from pdecay._core.group_settings import Group, decayed_params, penalty_of
 from pdecay._optim.attachment import attachment_of, complete_groups, is_decaying
 from pdecay._optim.hooks import check_not_local, unwrap
 
@@ -77,13 +76,14 @@ def zero_keeping_groups(optimizer: Optimizer, caller: str) -> list[Group]:
             f'{caller} needs zeros that stay zero, and with step="prox" weights leave zero again; '
             'attach with step="decay"'
         )
+    _check_rates(optimizer, caller)
     groups = [
         group
         for group in optimizer.param_groups
         if group.get("decay") and decayed_params(group)  # attach completes new groups later
     ]
     for group in groups:
-        penalty = as_penalty(group["decay"])
+        penalty = penalty_of(group)
         if penalty is None or not penalty.absorbs:
             raise ValueError(
                 f"{caller}: zero is a fixed point only for some p < 2 with lam > 0, "
@@ -95,3 +95,20 @@ def zero_keeping_groups(optimizer: Optimizer, caller: str) -> list[Group]:
                 "weights can leave zero; use Instant()"
             )
     return groups
+
+
+def _check_rates(optimizer: Optimizer, caller: str) -> None:
+    """Raise ValueError if a learning rate of 0 of the decay's own turns it off.
+
+    A step at ``group["lr"]`` = 0 is no problem: it moves no weight.
+    """
+    attachment = attachment_of(optimizer)
+    for group in optimizer.param_groups:
+        rate = group.get("decay_lr")
+        if rate is None and attachment is not None:
+            rate = attachment.lr
+        if rate == 0 and group.get("decay"):
+            raise ValueError(
+                f"{caller}: the decay's own learning rate (decay_lr, or lr of attach) is 0, and "
+                "only the decay keeps zeros at zero; use None, or a number above 0"
+            )

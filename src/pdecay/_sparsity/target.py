@@ -263,6 +263,8 @@ class SparsityTarget:
             )
         complete_groups(optimizer)
         complete_state(list(self._groups()), self.target, self._end)
+        if self.last_step >= self._begin:  # a schedule may have changed p, a user the rate
+            zero_keeping_groups(optimizer, "SparsityTarget")
         if optimizer in self._stepped:  # another optimizer of the list skipped the last step
             self._advance()
         # Without a pull, the measurement only finds out whether the step was finite.
