@@ -133,6 +133,26 @@ def test_newton_steps_reach_the_minimum(p, lam, shape):
     np.testing.assert_allclose(found.coef_, dense.coef_, atol=1e-6 if p <= 2 else 3e-5)
 
 
+@pytest.mark.parametrize("p", [1 + 1e-12, 1 + 1e-9, 1 + 1e-6, 1.0001, 1.003, 1.01])
+@pytest.mark.parametrize("lam", [1e-6, 1e-3, 0.1])
+@pytest.mark.parametrize("shape", [(30, 2), (30, 20)])
+def test_p_just_above_1_is_close_to_the_lasso(p, lam, shape):
+    x, y, _ = regression(*shape, k=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = BridgeRegressor(p=p, lam=lam).fit(x, y)
+    lasso = BridgeRegressor(p=1, lam=lam).fit(x, y)
+    value = regression_objective(model, x, y, Lp(p, lam))
+    assert value <= regression_objective(lasso, x, y, Lp(p, lam)) * (1 + 1e-9)
+    assert 0 <= model.dual_gap_ < np.inf
+
+
+def test_newton_steps_that_diverge_are_not_used():
+    x, y = np.full((10, 2), 1e5), 143178 + np.arange(10.0)
+    model = BridgeRegressor(p=1.015, lam=0.0086, fit_intercept=False).fit(x, y)
+    np.testing.assert_allclose(model.predict(x), y.mean(), rtol=1e-4)
+
+
 @pytest.mark.parametrize("penalty", [Lp(1.5, 0.01), Lp(2, 0.01), Lp(3, 0.01)], ids=str)
 @pytest.mark.parametrize("shape", [(60, 150), (150, 60)])
 @pytest.mark.parametrize("make", [np.asarray, sparse.csc_array])

@@ -136,18 +136,16 @@ class Logistic:
         if not terms.convex or not terms.pairs:
             return float("nan")
         q = self._correlations(state.scores)
-        share = 1.0
-        if terms.largest_p == 1:
-            most = float(np.abs(q).max(initial=0.0))
-            share = min(1.0, terms.l1 / most if most else 1.0)
-            conjugate = 0.0
-        else:
-            conjugate = float(terms.conjugate(q.ravel()).sum())
-        dual = self.targets + share * (self._probabilities(state.scores) - self.targets)
-        entropy = special.entr(dual).sum(axis=1)
-        if dual.shape[1] == 1:
-            entropy = entropy + special.entr(1 - dual[:, 0])
-        return max(float(state.objective - self.shares @ entropy + conjugate), 0.0)
+        change = self._probabilities(state.scores) - self.targets
+        lowest = np.inf
+        for share in terms.dual_shares(q):
+            dual = self.targets + share * change
+            entropy = special.entr(dual).sum(axis=1)
+            if dual.shape[1] == 1:
+                entropy = entropy + special.entr(1 - dual[:, 0])
+            value = self.shares @ entropy - terms.conjugate_sum(share * q.ravel())
+            lowest = min(lowest, state.objective - float(value))
+        return max(lowest, 0.0)
 
     def _loss(self, scores: Floats) -> float:
         if scores.shape[1] == 1:

@@ -121,7 +121,8 @@ def minimise(
         if steps:
             # The share of the residual that the next step leaves: as that of the last step, which
             # its linear system did not explain, times the decrease.
-            accuracy = abs(size / before - accuracy) * (size / before) ** (1 if dual else 0.5)
+            decrease = size / (before or 1.0)  # the residual is 0 for a perfect fit
+            accuracy = abs(decrease - accuracy) * decrease ** (1 if dual else 0.5)
             slow += exact and size > _SLOW * before
             if slow == _MOST_SLOW:
                 systems.exact = True
@@ -150,7 +151,7 @@ def minimise(
 
 def _curvature(terms: Terms, w: Floats, norms: Floats) -> Floats:
     """Return the curvature of R at w; if every p is above 2, it is bounded below."""
-    with np.errstate(divide="ignore"):  # infinite at zero for p < 2
+    with np.errstate(divide="ignore", over="ignore"):  # infinite at zero for p < 2
         curvature = terms.curvature(w)
     if terms.smallest_p <= 2:
         return curvature

@@ -38,6 +38,9 @@ _SWEEPS = 16  # sweeps of coordinate descent before each Newton step
 _INNER = 100_000  # a working set is solved until its steps are this many times smaller
 _ROUGH, _ROUGH_SWEEPS = 1e-3, 1000  # tolerance and largest number of sweeps for starting points
 _LASSO_ROUGH = 0.03  # tolerance of the Lasso, which only selects features
+# Below this p Newton's method for p > 1 overflows: R' is practically a step, and most minimisers
+# are zero in double precision. Coordinate descent is as fast there.
+_SMOOTH = 1.01
 _EXCHANGES, _FEW_SWEEPS = 5, 4  # features to replace per start, and the sweeps without each
 # Starting points: sequences of p between 1 and the given p, as shares of the distance to it.
 _SHARES = ((2 / 3, 1 / 3), (1 / 2,), (5 / 6, 2 / 3, 1 / 2, 1 / 3, 1 / 6))
@@ -107,13 +110,18 @@ class LeastSquares:
         w = np.zeros(design.shape[1]) if start is None else np.where(norms > 0, start, 0.0)
         cut = terms.cut(norms)
         limit = tol * self.scale
-        if terms.pairs and terms.smallest_p > 1:
-            (w, r, q), sweeps = minimise(
-                design, self.y, self.correlation, terms, w, limit, max_sweeps
-            )
-        else:
-            r, q = self._residual(w)
-            sweeps = 0
+        r, q = self._residual(w)
+        sweeps = 0
+        if terms.pairs and terms.smallest_p >= _SMOOTH:
+            # Newton's method can fail at extreme scales. Coordinate descent never does, but it
+            # would not come back from coefficients of 1e45.
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                point, sweeps = minimise(
+                    design, self.y, self.correlation, terms, w, limit, max_sweeps
+                )
+                after = self.objective(terms, point.w, point.r)
+            if after <= self.objective(terms, w, r):
+                w, r, q = point
         while True:
             steps = kernels().steps(terms, norms, cut, w, q)
             step = float(steps.max(initial=0.0))
@@ -242,15 +250,12 @@ class LeastSquares:
         """
         if not terms.convex or not terms.pairs:
             return float("nan")
-        q, dual = found.q, found.r
-        if terms.largest_p == 1:  # the conjugate is finite for |X' dual| <= lam only
-            most = float(np.abs(q).max(initial=0.0))
-            dual = dual * min(1.0, terms.l1 / most if most else 1.0)
-            conjugate = 0.0
-        else:
-            conjugate = float(terms.conjugate(q).sum())
-        value = self.y @ dual - dual @ dual / 2 - conjugate
-        return found.objective - float(value)
+        product, square = float(self.y @ found.r), float(found.r @ found.r)
+        lowest = np.inf
+        for share in terms.dual_shares(found.q):
+            value = share * product - share**2 * square / 2 - terms.conjugate_sum(share * found.q)
+            lowest = min(lowest, found.objective - value)
+        return max(float(lowest), 0.0)
 
     def _working_set(self, w: Floats, steps: Floats, q: Floats, limit: Floats) -> Indices:
         """Return the non-zero coefficients and the features with the largest steps, best first.

@@ -124,6 +124,25 @@ class Terms:
         values = [lam / p * t**p for p, lam in self.pairs if p > 1]
         return np.asarray(excess * t - np.sum(values, axis=0))
 
+    def conjugate_sum(self, u: Floats) -> float:
+        """Return the sum of the conjugate; infinity if it overflows."""
+        if self.largest_p == 1:  # the caller has made |u| <= lam, where the conjugate is 0
+            return 0.0
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = float(self.conjugate(u).sum())
+        return total if np.isfinite(total) else np.inf
+
+    def dual_shares(self, u: Floats) -> list[float]:
+        """Return factors of a dual point with products u that may have the smallest duality gap.
+
+        At the minimum the factor is 1. Near p = 1 the conjugate is a large power of |u| / lam, so
+        that a small error makes the gap useless; a factor that makes |u| at most the sum of all
+        lam bounds it. For p = 1 alone the conjugate is finite with this factor only.
+        """
+        most = float(np.abs(u).max(initial=0.0))
+        share = min(1.0, sum(lam for _, lam in self.pairs) / most if most else 1.0)
+        return [share] if self.largest_p == 1 else [1.0, share]
+
     def conjugate_slope(self, u: Floats) -> Floats:
         """Return the t of the supremum ``sup_t u * t - R(t)``: the conjugate's derivative."""
         excess = np.clip(np.abs(u) - self.l1, 0.0, None)
