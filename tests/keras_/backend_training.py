@@ -179,6 +179,15 @@ def test_several_steps_per_execution_reach_the_target(digits):
     assert count == round(0.6 * size)
 
 
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras on torch runs one step per execution")
+def test_stages_that_end_with_an_execution_set_the_scale(digits):
+    model = compiled(pk.PAdam(1e-2, decay=Lp(0.8, 1e-2)))
+    model.steps_per_execution = 4  # the ramp begins at step 108 and has a stage every 4 steps
+    history = fit(model, digits, 25, callbacks=[pk.SparsityTarget(0.9, total_steps=1080)])
+    assert float(model.optimizer.decay_scale) > 1e-3
+    assert 0 < history["sparsity"][-2] < history["sparsity"][-1]
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="a strategy of TensorFlow")
 def test_two_replicas_equal_one(digits):
     import tensorflow as tf

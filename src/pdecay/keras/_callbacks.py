@@ -124,7 +124,8 @@ class SparsityTarget(SparsityLogger):
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember some weights, to measure how far the step moves them."""
-        if self._before is None and self._is_due(self._step, self._step + 1):
+        steps = self.model.steps_per_execution  # until on_train_batch_end
+        if self._before is None and self._is_due(self._step, self._step + steps):
             self._before = _probes(self._optimizer())
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
