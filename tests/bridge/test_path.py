@@ -102,3 +102,12 @@ def test_errors():
         BridgeRegressorCV(p=[1, -1]).fit(x, y)
     with pytest.raises(ValueError, match="NaN"):
         bridge_path(np.full_like(x, np.nan), y)
+
+
+def test_folds_without_weight_are_left_out():
+    x, y, _ = regression(60, 20)
+    weights = np.repeat([0.0, 1.0], [12, 48])
+    model = BridgeRegressorCV(n_lams=5).fit(x, y, weights)
+    assert np.isnan(model.mse_path_[..., 0]).all()
+    assert np.isfinite(model.mse_path_[..., 1:]).all()
+    assert model.lam_ == model.lams_[0, np.nanmean(model.mse_path_[0], axis=-1).argmin()]

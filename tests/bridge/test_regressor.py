@@ -198,6 +198,20 @@ def test_sparse_features_with_duplicate_entries(p):
     np.testing.assert_allclose(model.coef_, BridgeRegressor(p, 0.1).fit(x, y).coef_, atol=1e-7)
 
 
+@pytest.mark.parametrize("make", [sparse.coo_array, sparse.csr_matrix, sparse.csc_array])
+def test_sparse_features_with_64_bit_indices(make):
+    x, y, _ = regression(60, 20)
+    wide = make(x)
+    for name in ("indices", "indptr", "coords"):
+        if hasattr(wide, name):
+            old = getattr(wide, name)
+            new = old.astype(np.int64) if name != "coords" else [a.astype(np.int64) for a in old]
+            setattr(wide, name, new)
+    model = BridgeRegressor().fit(wide, y)
+    np.testing.assert_array_equal(model.coef_, BridgeRegressor().fit(make(x), y).coef_)
+    np.testing.assert_array_equal(model.predict(wide), model.predict(make(x)))
+
+
 @pytest.mark.parametrize("lam", [1e-6, 1e-3])
 def test_almost_equal_features_with_p_above_2(lam):
     rng = np.random.default_rng(0)
@@ -229,6 +243,12 @@ def test_integer_weights_equal_repeated_samples():
     one = BridgeRegressor(0.5, 0.05).fit(x, y, counts)
     other = BridgeRegressor(0.5, 0.05).fit(np.repeat(x, counts, axis=0), np.repeat(y, counts))
     np.testing.assert_allclose(one.coef_, other.coef_, atol=1e-7)
+
+
+def test_large_weights_do_not_overflow():
+    x, y, _ = regression(60, 20)
+    model = BridgeRegressor().fit(x, y, np.full(60, 1e308))
+    np.testing.assert_array_equal(model.coef_, BridgeRegressor().fit(x, y, np.ones(60)).coef_)
 
 
 def test_warm_start_continues_from_the_last_fit():
@@ -269,6 +289,16 @@ def test_constant_and_equal_columns():
         model = BridgeRegressor(p, 0.01).fit(x, y)
         assert model.coef_[1] == 0
         assert np.isfinite(model.coef_).all()
+
+
+@pytest.mark.parametrize("p", [0.5, 1.5, 2])
+@pytest.mark.parametrize("lam", [0, 1e-12])
+def test_constant_columns_of_many_samples(p, lam):
+    feature = np.random.default_rng(0).standard_normal(300_000)
+    x = np.stack([np.full_like(feature, 0.1), feature, np.full_like(feature, 1e6 / 3)], axis=1)
+    model = BridgeRegressor(p=p, lam=lam).fit(x, feature + 3.3)
+    assert model.coef_[0] == model.coef_[2] == 0
+    np.testing.assert_allclose(model.intercept_, 3.3, rtol=1e-6)
 
 
 def test_large_offsets_do_not_matter():

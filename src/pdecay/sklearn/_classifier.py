@@ -94,9 +94,7 @@ class BridgeClassifier(ClassifierMixin, BaseEstimator):
         check_solver_settings(self.n_starts, self.tol, self.max_iter)
         fitted = self.warm_start and hasattr(self, "coef_")
         previous = (self.coef_, self.intercept_) if fitted else None
-        X, y = validate_data(
-            self, X, y, accept_sparse="csc", accept_large_sparse=False, dtype=np.float64
-        )
+        X, y = validate_data(self, X, y, accept_sparse="csc", dtype=np.float64)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:

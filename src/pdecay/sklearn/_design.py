@@ -30,8 +30,9 @@ class DenseDesign:
         self.shape: tuple[int, int] = (x.shape[0], x.shape[1])
         self.x, self.norms = kernels().scale(x, roots, means)
         _check_norms(self.norms)
-        if means is not None:  # a constant column leaves rounding errors
-            self.norms[self.norms <= 1e-28 * means**2 * (roots @ roots)] = 0.0
+        if means is not None:  # a constant column leaves the rounding errors of its mean
+            error = max(1e-14, len(x) * float(np.finfo(np.float64).eps))
+            self.norms[self.norms <= error**2 * means**2 * (roots @ roots)] = 0.0
 
     def correlate(self, r: Floats) -> Floats:
         """Return ``X' r``."""
@@ -80,6 +81,11 @@ class SparseDesign:
     """A sparse X in CSC form; ``S - roots * means'`` with the scaled matrix S."""
 
     def __init__(self, x: Any, roots: Floats, means: Floats | None) -> None:
+        if max(x.nnz, *x.shape) > np.iinfo(np.int32).max:
+            raise ValueError(
+                "a sparse X may have up to 2^31 - 1 rows, columns and entries, got shape "
+                f"{x.shape} with {x.nnz} entries"
+            )
         scaled = sparse.csc_array(x, dtype=np.float64, copy=True)
         scaled.sum_duplicates()
         scaled.data *= roots[scaled.indices]

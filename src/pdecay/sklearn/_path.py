@@ -8,7 +8,7 @@ import numpy as np
 from sklearn.model_selection import check_cv
 from sklearn.utils import check_X_y
 from sklearn.utils.parallel import Parallel, delayed
-from sklearn.utils.validation import _check_sample_weight, validate_data
+from sklearn.utils.validation import validate_data
 
 from pdecay._core.penalty import Penalty
 from pdecay._core.validation import check_count, check_number
@@ -18,6 +18,7 @@ from pdecay.sklearn._regressor import (
     Data,
     as_penalty,
     check_solver_settings,
+    sample_shares,
     warn_not_converged,
 )
 from pdecay.sklearn._solver import LeastSquares
@@ -78,9 +79,7 @@ def bridge_path(
     """
     base = as_penalty(p, 1.0, penalty)
     check_solver_settings(n_starts, tol, max_iter)
-    X, y = check_X_y(
-        X, y, accept_sparse="csc", accept_large_sparse=False, dtype=np.float64, y_numeric=True
-    )
+    X, y = check_X_y(X, y, accept_sparse="csc", dtype=np.float64, y_numeric=True)
     data = Data(X, y, sample_weight, fit_intercept)
     grid = lam_grid(data.problem, base, lams, n_lams, eps)
     return _fit_path(data, base, grid, n_starts, tol, max_iter)
@@ -153,7 +152,7 @@ class BridgeRegressorCV(BridgeRegressor):
         p_: the chosen p (None with `penalty`).
         lam_: the chosen strength.
         lams_: the strengths that were compared, (n_p, n_lams).
-        mse_path_: the mean squared errors, (n_p, n_lams, n_folds).
+        mse_path_: the mean squared errors, (n_p, n_lams, n_folds); NaN for folds without weight.
         coef_, intercept_, ...: those of :class:`BridgeRegressor`, fitted to all data.
     """
 
@@ -199,10 +198,10 @@ class BridgeRegressorCV(BridgeRegressor):
             raise ValueError("p must have at least one value, got none")
         check_solver_settings(self.n_starts, self.tol, self.max_iter)
         X, y = validate_data(
-            self, X, y, accept_sparse="csc", accept_large_sparse=False, dtype=np.float64,
+            self, X, y, accept_sparse="csc", dtype=np.float64,
             y_numeric=True,
         )  # fmt: skip
-        weights = _check_sample_weight(sample_weight, X, dtype=np.float64)
+        weights = sample_shares(sample_weight, X)
         problem = Data(X, y, weights, self.fit_intercept).problem
         grids = [lam_grid(problem, base, self.lams, self.n_lams, self.eps) for base in bases]
         folds = list(check_cv(self.cv).split(X, y))
@@ -212,7 +211,8 @@ class BridgeRegressorCV(BridgeRegressor):
         )
         self.lams_, self.mse_path_ = np.array(grids), np.stack(errors, axis=-1)
         shares = np.array([weights[test].sum() for _, test in folds])
-        mean = self.mse_path_ @ (shares / shares.sum())
+        used = shares > 0
+        mean = self.mse_path_[:, :, used] @ (shares[used] / shares.sum())
         best, where = np.unravel_index(np.argmin(mean), mean.shape)
         self.p_ = None if self.penalty is not None else float(candidates[best])
         self.lam_ = float(self.lams_[best, where])
@@ -231,5 +231,6 @@ def _fold_errors(
     for base, grid in zip(bases, grids, strict=True):
         path = _fit_path(data, base, grid, n_starts, tol, max_iter)
         residuals = y[test][:, None] - x[test] @ path.coefs - path.intercepts
-        errors.append(np.average(residuals**2, axis=0, weights=weights[test]))
+        total = weights[test].sum()
+        errors.append(weights[test] @ residuals**2 / total if total else np.full(len(grid), np.nan))
     return np.array(errors)

@@ -94,7 +94,7 @@ class BridgeRegressor(RegressorMixin, BaseEstimator):
         check_solver_settings(self.n_starts, self.tol, self.max_iter)
         start = getattr(self, "coef_", None) if self.warm_start else None
         X, y = validate_data(
-            self, X, y, accept_sparse="csc", accept_large_sparse=False, dtype=np.float64,
+            self, X, y, accept_sparse="csc", dtype=np.float64,
             y_numeric=True,
         )  # fmt: skip
         return self._fit(X, y, sample_weight, terms, start)
@@ -160,10 +160,10 @@ class Data:
 def sample_shares(sample_weight: Any, x: Any) -> Floats:
     """Return the samples' weights divided by their sum."""
     weights = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
-    total = weights.sum()
-    if not total > 0:
+    if not weights.any():
         raise ValueError("sample_weight must have a positive sum, got only zeros")
-    return np.asarray(weights / total)
+    weights = weights / weights.max()  # the sum of large weights may overflow
+    return np.asarray(weights / weights.sum())
 
 
 def as_penalty(p: Any, lam: Any, penalty: Any) -> Penalty:
