@@ -33,6 +33,30 @@ def attached(model, decay=Lp(0.8, 1)):  # noqa: B008
     return optimizer
 
 
+def test_checkpoint_by_names_with_changed_groups_is_refused():
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = PAdam(pdecay.param_groups(model), lr=1e-2, decay=Lp(0.8, 0.1))
+    SparsityTarget(optimizer, 0.5, 40, rank="magnitude")
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    options = StateDictOptions(full_state_dict=True)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    with torch.no_grad():
+        model[2].weight.zero_()  # param_groups does not decay it any more
+    optimizer = PAdam(pdecay.param_groups(model), lr=1e-2, decay=Lp(0.8, 0.1))
+    SparsityTarget(optimizer, 0.5, 40, rank="magnitude")
+    with pytest.raises(ValueError, match=r"at different steps: \[0, 3\].*before the weights are"):
+        set_optimizer_state_dict(model, optimizer, saved, options=options)
+
+
 class TestResume:
     @pytest.mark.parametrize("order", ["weights, target, state", "target, state", "state, target"])
     @pytest.mark.parametrize("stop", [1, 20, END, 50])

@@ -208,6 +208,15 @@ def complete_checkpoint(state_dict: dict[str, Any], groups: list[Group]) -> dict
             "without decay: create the optimizer before the weights are loaded, or name tensors "
             "that became zero, or were zero at the start, with include= or exclude="
         )
+    # torch.distributed.checkpoint matches parameters by name. If one changed its group, it fills
+    # that group from the checkpoint and another one from the new optimizer.
+    steps = [g["target_step"] for g in state_dict["param_groups"] if "target_step" in g]
+    if len({*map(int, steps)}) > 1:
+        raise ValueError(
+            f"the groups of the checkpoint have targets at different steps: {steps}. If parameters "
+            "changed their group, as tensors that became zero do with pdecay.param_groups, create "
+            "the optimizer before the weights are loaded, or use include= or exclude="
+        )
     filled = []
     for index, (saved, current) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
         keys = [key for key in (*DECAY_KEYS, "metric") if key in current]
