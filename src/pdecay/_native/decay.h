@@ -93,7 +93,7 @@ static NAME(power) NAME(as_power)(double q, double c)
 
 /* Choose the form. `power` is an array with space for all terms. `traits` (step.c) is of the update: with ADAPTIVE, the
  * form FITTED takes the square of a weight's length, times the square of SQUARE_SCALE; see update.h. Without
- * FLUSHES, pairs.h cannot run it. With TAKES_ROOT, it is faster than another root, if AVX-512 helps. */
+ * FLUSHES, pairs.h cannot run it. With TAKES_ROOT, pairs.h is faster than another root. */
 static NAME(decay) NAME(plan_decay)(int64_t terms, const double *p, const double *c, double scale, NAME(power) *power,
                                     unsigned traits)
 {
@@ -120,7 +120,7 @@ static NAME(decay) NAME(plan_decay)(int64_t terms, const double *p, const double
     if (decay.powers == 1) {
         const int adaptive = (traits & ADAPTIVE) != 0;
         const int fits = last_p < 2 && IS_FLOAT && (traits & FLUSHES || !HAS_PAIRS);
-        const int slow_root = (last_p == 0.5 || last_p == 1.5) && EXPONENT_BIAS == 0 && traits & TAKES_ROOT;
+        const int slow_root = (last_p == 0.5 || last_p == 1.5) && HAS_PAIRS && traits & TAKES_ROOT;
         decay.form = fits && (adaptive || slow_root) ? FITTED
                      : last_p == 0   ? P_0
                      : last_p == 0.5 ? P_HALF

@@ -9,9 +9,10 @@
  * mantissa: log2 |w| = whole + part with an exact integer `whole`. In a single float, log2 |w| would have an error
  * of up to 4e-6 at |w| = 1e-30; a fused multiply-add of the two parts avoids it.
  *
- * The relative error in float is below max(1e-5, 2e-6 * p) for q = |p - 2|, because the error of log2 is multiplied by
- * q. Both come close to it only near the ends of the range, because q is rounded to float. In double the error is below
- * 1e-12. tests/optim/kernels/test_fastpow.py measures both powers over the whole range.
+ * The relative error in float is below 2e-5 for fitted_power, and below max(1e-5, 2e-6 * p) for power_of with
+ * q = |p - 2|, because the error of log2 is multiplied by q. It is largest near the ends of the range, because q is
+ * rounded to float. In double the error is below 1e-12. tests/optim/kernels/test_fastpow.py measures both powers over
+ * the whole range.
  *
  * Clamping uses integers, one instruction each; (x < a ? a : x) on floats takes three because of NaN.
  */
@@ -84,8 +85,8 @@ INLINE log2_f64 log2_parts_f64(double x)
 #endif
 
 /* c * |w|^q as 2^(q_of_bits * exponent bits + offset) * fit(mantissa), with an integer offset. */
-enum { FIT_DEGREE = 5 };
-typedef struct { float q_of_bits, offset, fit0, fit1, fit2, fit3, fit4, fit5; } fitted_f32;
+enum { FIT_DEGREE = 4 };
+typedef struct { float q_of_bits, offset, fit0, fit1, fit2, fit3, fit4; } fitted_f32;
 
 /* c * |w|^q, clamped to about 2^31; 0 for |w| below the smallest normal number. power_of explains `rounder`. */
 INLINE float fitted_power_f32(fitted_f32 term, float w)
@@ -100,8 +101,7 @@ INLINE float fitted_power_f32(fitted_f32 term, float w)
     y = y * z + 0.24022349f;
     y = y * z + 0.69312105f;
     y = y * z + 1.0f;
-    float fit = term.fit5 * mantissa + term.fit4;       /* Horner's scheme has the fewest instructions */
-    fit = fit * mantissa + term.fit3;
+    float fit = term.fit4 * mantissa + term.fit3;       /* Horner's scheme has the fewest instructions */
     fit = fit * mantissa + term.fit2;
     fit = fit * mantissa + term.fit1;
     fit = fit * mantissa + term.fit0;
@@ -112,7 +112,8 @@ INLINE float fitted_power_f32(fitted_f32 term, float w)
     return fabsf(w) < FLT_MIN ? 0 : power;
 }
 
-/* Fit the polynomial to mantissa^q by interpolation at Chebyshev's nodes: the error is below 2e-6 for 0 < q <= 2. */
+/* Fit the polynomial to mantissa^q by interpolation: the relative error is below 1e-5 for 0 < q <= 2. The nodes are the
+ * means of Chebyshev's for the mantissa and for its logarithm, with which the error is about as large at both ends. */
 static fitted_f32 fit_power_f32(double q, double c)
 {
     double node[FIT_DEGREE + 1], value[FIT_DEGREE + 1], fit[FIT_DEGREE + 1] = { 0 };
@@ -120,7 +121,8 @@ static fitted_f32 fit_power_f32(double q, double c)
     /* The rounding of q is compensated at exponent -10, in the middle of usual weights. */
     double scale = log2(c) - EXPONENT_BIAS * q + (EXPONENT_BIAS - 10) * (q - q_of_bits * 0x1p23), offset = rint(scale);
     for (int i = 0; i <= FIT_DEGREE; i++) {
-        node[i] = 1.5 + 0.5 * cos((2 * i + 1) * 3.14159265358979324 / (2 * FIT_DEGREE + 2));
+        double place = 0.5 + 0.5 * cos((2 * i + 1) * 3.14159265358979324 / (2 * FIT_DEGREE + 2));
+        node[i] = (1 + place + exp2(place)) / 2;
         value[i] = exp2(scale - offset) * pow(node[i], q);
     }
     for (int k = 1; k <= FIT_DEGREE; k++)       /* divided differences */
@@ -130,7 +132,7 @@ static fitted_f32 fit_power_f32(double q, double c)
         fit[0] = value[i] - node[i] * fit[0];
     }
     return (fitted_f32){ q_of_bits, (float)offset, (float)fit[0], (float)fit[1], (float)fit[2], (float)fit[3],
-                         (float)fit[4], (float)fit[5] };
+                         (float)fit[4] };
 }
 
 /* |w|^q * 2^whole from log2 |w|, clamped to 2^-126 .. 2^126 (2^-1022 .. 2^1022): never inf, never NaN.

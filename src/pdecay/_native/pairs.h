@@ -41,10 +41,12 @@ INLINE pair mul_sub(pair x, pair y, pair z)     /* x * y - z */
 }
 
 /* fitted_power_f32 in three parts: the exponent times q, the mantissa, and the product with the power of two. */
-typedef struct { pair q, offset, fit0, fit1, fit2, fit3, fit4, fit5, limit; } pair_power;
+typedef struct { pair q, offset, fit0, fit1, fit2, fit3, fit4, limit; } pair_power;
 typedef struct { pair x, part; } pair_exponent;
 
 #if EXPONENT_BIAS == 0          /* AVX-512 */
+
+#define ROUNDER 0.0f            /* an instruction rounds */
 
 INLINE pair mantissa_of(pair w)
 {
@@ -88,27 +90,34 @@ INLINE vector zero_where_zero(vector x, vector w)       /* denormal numbers are 
 
 INLINE pair mantissa_of(pair w) { return (pair){ mantissa_vector(w.a), mantissa_vector(w.b) }; }
 
+/* Adding ROUNDER rounds to eighths and leaves them, plus 127 wholes, in the low bits; see power_of_f32. */
+#define ROUNDER (0x1.8p20f + 127.0f)
+enum { ROUNDER_BITS = 0x49c00000 };         /* of 1.5 * 2^20 */
+
 INLINE pair_exponent exponent_of(const pair_power *term, pair w)
 {
     pair exponent = { exponent_vector(w.a), exponent_vector(w.b) };
-    pair x = mul_add(exponent, term->q, term->offset);          /* rounded, see power_of_f32 */
+    pair x = mul_add(exponent, term->q, term->offset);          /* rounded */
     pair rest = { _mm256_sub_ps(term->offset.a, x.a), _mm256_sub_ps(term->offset.b, x.b) };
     return (pair_exponent){ x, mul_add(exponent, term->q, rest) };
 }
 
-INLINE pair exp2_of(pair z)     /* |z| <= 1/2, as in fitted_power_f32 */
+INLINE pair exp2_of(pair z)     /* |z| <= 1/16, error 3.4e-6 */
 {
-    pair y = mul_add(both(0.00966637f), z, both(0.05592198f));
-    y = mul_add(y, z, both(0.24022349f));
-    y = mul_add(y, z, both(0.69312105f));
-    return mul_add(y, z, both(1.0f));
+    return mul_add(mul_add(both(0.2402265f), z, both(0.6933098f)), z, both(1.0f));
 }
 
+/* 2^x for the rounded x: its wholes are the exponent, and a table has the mantissas of the eighths. */
 INLINE vector power_of_2(vector x)
 {
-    const integers low = _mm256_set1_epi32(0x4b400000), high = _mm256_set1_epi32(0x4b400000 + 157);
+    /* The mantissas of 2^(k / 8), less the bits that k has in their place. */
+    const integers mantissas = _mm256_setr_epi32(
+        0, 0x0b95c2 - (1 << 20), 0x1837f0 - (2 << 20), 0x25fed7 - (3 << 20), 0x3504f3 - (4 << 20),
+        0x45672a - (5 << 20), 0x5744fd - (6 << 20), 0x6ac0c7 - (7 << 20));
+    const integers low = _mm256_set1_epi32(ROUNDER_BITS), high = _mm256_set1_epi32(ROUNDER_BITS + 8 * 157);
     integers bits = _mm256_min_epi32(_mm256_max_epi32(_mm256_castps_si256(x), low), high);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
+    integers of_eighths = _mm256_permutevar8x32_epi32(mantissas, bits);      /* takes the low three bits */
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(bits, 20), of_eighths));
 }
 
 INLINE pair scaled_power(const pair_power *term, pair y, pair_exponent exponent, pair w)
@@ -122,18 +131,16 @@ INLINE pair scaled_power(const pair_power *term, pair y, pair_exponent exponent,
 
 INLINE pair_power as_pairs(fitted_f32 term)
 {
-    const float rounder = EXPONENT_BIAS ? 0x1.8p23f + 127.0f : 0;
-    return (pair_power){ both(EXPONENT_BIAS ? term.q_of_bits : term.q_of_bits * 0x1p23f), both(term.offset + rounder),
+    return (pair_power){ both(EXPONENT_BIAS ? term.q_of_bits : term.q_of_bits * 0x1p23f), both(term.offset + ROUNDER),
                          both(term.fit0), both(term.fit1), both(term.fit2), both(term.fit3), both(term.fit4),
-                         both(term.fit5), both(0x1p31f) };
+                         both(0x1p31f) };
 }
 
 INLINE pair power_pair(const pair_power *term, pair w)
 {
     pair_exponent exponent = exponent_of(term, w);
     pair mantissa = mantissa_of(w);
-    pair fit = mul_add(term->fit5, mantissa, term->fit4);
-    fit = mul_add(fit, mantissa, term->fit3);
+    pair fit = mul_add(term->fit4, mantissa, term->fit3);
     fit = mul_add(fit, mantissa, term->fit2);
     fit = mul_add(fit, mantissa, term->fit1);
     fit = mul_add(fit, mantissa, term->fit0);
@@ -295,5 +302,6 @@ static void power_pairs(fitted_f32 fitted, float *const *stream, int64_t n)
 }
 #undef FOR_PAIRS
 #undef OP
+#undef ROUNDER
 
 #endif
