@@ -114,7 +114,7 @@ INLINE vector power_of_2(vector x)
     const integers mantissas = _mm256_setr_epi32(
         0, 0x0b95c2 - (1 << 20), 0x1837f0 - (2 << 20), 0x25fed7 - (3 << 20), 0x3504f3 - (4 << 20),
         0x45672a - (5 << 20), 0x5744fd - (6 << 20), 0x6ac0c7 - (7 << 20));
-    const integers low = _mm256_set1_epi32(ROUNDER_BITS), high = _mm256_set1_epi32(ROUNDER_BITS + 8 * 157);
+    const integers low = _mm256_set1_epi32(ROUNDER_BITS), high = _mm256_set1_epi32(ROUNDER_BITS + 8 * 158);
     integers bits = _mm256_min_epi32(_mm256_max_epi32(_mm256_castps_si256(x), low), high);
     integers of_eighths = _mm256_permutevar8x32_epi32(mantissas, bits);      /* takes the low three bits */
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(bits, 20), of_eighths));

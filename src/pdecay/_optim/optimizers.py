@@ -158,7 +158,7 @@ class PAdam(_Decaying, AdamW):
         lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable: as in
             ``torch.optim.AdamW``; `weight_decay` is its L2 decay and off by default.
         fused: True for one pass over memory, in C on the CPU and by ``torch.compile`` on other
-            devices; the relative error of its powers is below 1e-5 (2e-6 * p for p > 5). None uses
+            devices; the relative error of its powers is below 2e-5 (2e-6 * p for p > 10). None uses
             the C kernel on the CPU and ``torch.compile`` on CUDA if they are available and neither
             `foreach` nor `capturable` is given. The first step then compiles: 1 to 2 s in C,
             longer with ``torch.compile``, which reports its time to the logger "pdecay" at the

@@ -1,7 +1,7 @@
 """The choice of a kernel for a weight: C, torch.compile, or none (torch's own operations).
 
 A fused kernel does the update and the decay in one pass over memory, with a relative error of the
-power below 1e-5 (2e-6 * p for p > 5). torch's own operations are exact to the bit and work for
+power below 2e-5 (2e-6 * p for p > 10). torch's own operations are exact to the bit and work for
 every tensor. If a kernel is not available, the next one is used, and one warning gives the reason.
 """
 
