@@ -27,7 +27,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from pdecay import (
@@ -45,7 +50,7 @@ from pdecay import (
     sparsity,
 )
 from pdecay._sparsity.ranking import count_zeros, kth_magnitude, zero_smallest_
-from pdecay._sparsity.shards import global_index
+from pdecay._sparsity.shards import global_index, groups_of, local_part
 
 STEPS = 14
 DECAY = Lp(0.8, 1.0)
@@ -308,6 +313,55 @@ def check_metric(folder):
             assert abs(group["metric_mean"] - other["metric_mean"]) < 1e-12, spread.__name__
         assert optimizer.param_groups[0]["metric_mean"] > 0
         assert_equal(model, alone, 1e-9)
+
+
+class Normed(nn.Module):
+    """A network for sequence parallelism, whose vocabulary no number of ranks divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(17, 8), nn.Embedding(8, 8)
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 17)
+
+    def forward(self, ids):
+        x = self.down(self.up(self.norm(self.embedding(ids))).relu())
+        return self.head(x + self.places(torch.arange(8)))
+
+
+def check_gradients_that_are_not_summed_yet(folder):
+    """Gradients may be spread in another way than their weights, as with sequence parallelism."""
+    mesh = all_four()
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(),
+    }
+
+    def train_tokens(model, optimizer, steps=4):
+        kinds = set()
+        for step in range(steps):
+            ids = torch.randint(0, 17, (4, 8), generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            loss.backward()
+            optimizer.step()
+            grads = [param.grad for param in model.parameters()]
+            kinds |= {str(grad.placements) for grad in grads if hasattr(grad, "placements")}
+        return kinds
+
+    for make in (padam, adaptive, psgd, attached):
+        torch.manual_seed(0)
+        alone = Normed().double()
+        model = parallelize_module(copy.deepcopy(alone), mesh, plan)
+        train_tokens(alone, make(alone))
+        kinds = train_tokens(model, make(model))
+        assert any("Partial" in kind for kind in kinds), kinds
+        assert_equal(model, alone, 1e-9)
+        for param in model.parameters():
+            if not groups_of(param):
+                assert_equal_on_all_ranks(local_part(param).double().sum().item())
 
 
 def check_zero(folder):

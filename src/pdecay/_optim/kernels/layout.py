@@ -68,12 +68,17 @@ def are_plain(tensors: Sequence[Any]) -> bool:
 def is_readable(tensor: Tensor | None, weight: Tensor) -> bool:
     """Check that a kernel for `weight` can read a gradient or state; None counts as readable.
 
+    The parts of a DTensor on this rank must be those of the weight. The gradient of a replicated
+    weight may be a sum over the ranks that is not computed yet, for instance with SequenceParallel.
+
     Lazy negation and lazy zeros are accepted, because :class:`Batch` copies such tensors. Step
     counts may be on the CPU for weights on other devices.
     """
     if tensor is None:
         return True
     if type(weight) not in PLAIN:
+        if getattr(tensor, "placements", weight.placements) != weight.placements:
+            return False
         weight, tensor = local(weight), local(tensor)
     if type(tensor) not in PLAIN:
         return False
