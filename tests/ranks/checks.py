@@ -364,6 +364,27 @@ def check_gradients_that_are_not_summed_yet(folder):
                 assert_equal_on_all_ranks(local_part(param).double().sum().item())
 
 
+def check_stochastic_rounding(folder):
+    """Ranks round a weight that all of them have alike, whatever the sizes of their other parts."""
+    plan = {"embedding": RowwiseParallel(input_layouts=Replicate())}
+    for make in (PAdam, PSGD):
+        torch.manual_seed(0)
+        model = parallelize_module(Normed().bfloat16(), all_four(), plan)
+        optimizer = make(param_groups(model), lr=1e-2, decay=DECAY, stochastic_rounding=True)
+        for step in range(3):
+            ids = torch.randint(0, 17, (4, 8), generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            model(ids).float().logsumexp(2).sum().backward()
+            optimizer.step()
+        parts = {len(local_part(model.embedding.weight))}
+        sizes = [None] * dist.get_world_size()
+        dist.all_gather_object(sizes, parts)
+        assert len(set.union(*sizes)) > 1  # 17 rows on four ranks
+        for param in model.parameters():
+            if not groups_of(param):
+                assert_equal_on_all_ranks(local_part(param).detach().double().square().sum().item())
+
+
 def check_zero(folder):
     """ZeRO with bare parameters decays no biases; a checkpoint continues the ramp exactly."""
     alone, model = build(), ddp_4(build())

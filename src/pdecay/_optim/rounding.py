@@ -27,8 +27,9 @@ def run_rounded(
 ) -> None:
     """Run a step in float32, then round its results stochastically.
 
-    The random numbers depend only on the number of the step, which is kept in the group. All ranks
-    therefore round alike, and a resumed run is bit-identical.
+    The random numbers depend only on the number of the step, which is kept in the group, and on the
+    place of the tensor. A resumed run is therefore bit-identical, and all ranks round a weight that
+    each of them has as a whole alike, even if their parts of other weights differ in size.
 
     Args:
         step: runs the step. It gets the other arguments with float32 copies in place of all
@@ -48,10 +49,11 @@ def run_rounded(
     group["rounding_step"] = group.get("rounding_step", 0) + 1
     generators: dict[torch.device, torch.Generator] = {}
 
-    def generator_on(device: torch.device) -> torch.Generator:
+    def generator_for(value: Tensor, *place: int) -> torch.Generator:
+        device = value.device
         if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(group["rounding_step"])
-        return generators[device]
+            generators[device] = torch.Generator(device)
+        return generators[device].manual_seed(_seed(group["rounding_step"], *place))
 
     for index, (stream, copied) in enumerate(zip(streams, copies, strict=True)):
         for i, (tensor, value) in enumerate(zip(stream, copied, strict=True)):
@@ -60,15 +62,15 @@ def run_rounded(
             if tensor is None and streams[0][i].dtype != torch.bfloat16:
                 stream[i] = value  # a new momentum buffer in full precision
                 continue
-            rounded = stochastically_rounded(value, generator_on(value.device))
+            rounded = stochastically_rounded(value, generator_for(value, index, i))
             if tensor is None:
                 stream[i] = rounded
             else:
                 tensor.copy_(rounded)
-    for param, copy in wide.items():
+    for i, (param, copy) in enumerate(wide.items()):
         for key, value in entries[copy].items():
             if isinstance(value, Tensor) and param.dtype == torch.bfloat16:
-                value = stochastically_rounded(value, generator_on(value.device))
+                value = stochastically_rounded(value, generator_for(value, len(streams), i))
             state[param][key] = value
 
 
@@ -92,6 +94,11 @@ def stochastically_rounded(values: Tensor, generator: torch.Generator) -> Tensor
     # bfloat16 is the upper half of float32: add noise to the lower half, then cut it off.
     rounded = ((bits + noise) & ~0xFFFF).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+
+
+def _seed(step: int, index: int, i: int) -> int:
+    """Return a seed for a tensor; torch uses 32 bits of it on the CPU."""
+    return (step * 0x9E3779B1 + index * 0x85EBCA6B + i * 0xC2B2AE35) % (1 << 32)
 
 
 def _widened(tensor: Any) -> Any:
