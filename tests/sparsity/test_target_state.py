@@ -33,6 +33,12 @@ def attached(model, decay=Lp(0.8, 1)):  # noqa: B008
     return optimizer
 
 
+def attached_groups(model):
+    optimizer = torch.optim.AdamW(pdecay.param_groups(model), lr=1e-2, weight_decay=0)
+    attach(optimizer, Lp(0.8, 1))
+    return optimizer
+
+
 def test_checkpoint_by_names_with_changed_groups_is_refused():
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -55,6 +61,58 @@ def test_checkpoint_by_names_with_changed_groups_is_refused():
     SparsityTarget(optimizer, 0.5, 40, rank="magnitude")
     with pytest.raises(ValueError, match=r"at different steps: \[0, 3\].*before the weights are"):
         set_optimizer_state_dict(model, optimizer, saved, options=options)
+
+
+@pytest.mark.parametrize("options", [{}, {"flatten_optimizer_state_dict": True}])
+@pytest.mark.parametrize("make", [padam, attached_groups])
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (1, 0), (1, 1)])
+def test_checkpoint_by_names_with_moved_tensors_is_refused(make, start, end, options):
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    def built(loaded):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        with torch.no_grad():  # one tensor is zero at the start, another one becomes zero
+            model[1].weight.mul_(1 - start if not loaded else 1)
+            model[2].weight.mul_(1 - end if loaded else 1)
+        return model
+
+    model = built(loaded=False)
+    optimizer = make(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    settings = StateDictOptions(**options)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=settings))
+    twin = built(loaded=False)  # groups of the same tensors
+    set_optimizer_state_dict(twin, make(twin), copy.deepcopy(saved), options=settings)
+
+    model = built(loaded=True)
+    optimizer = make(model)
+    moved = [index for index, moves in ((2, start), (4, end)) if moves]
+    with pytest.raises(ValueError, match=rf"parameters \{moved} of the model.*include="):
+        set_optimizer_state_dict(model, optimizer, saved, options=settings)
+
+
+def test_frozen_tensors_and_other_models_do_not_count_as_moved():
+    model = build()
+    optimizer = padam(model)
+    saved = optimizer.state_dict()
+    split = saved["param_groups"][0]["decay_split"]
+    assert split == saved["param_groups"][1]["decay_split"]
+    assert set(split) == {"d", "n"}
+    for accepted in (split.replace("d", "f"), split + "d", None):
+        for group in saved["param_groups"]:
+            group["decay_split"] = accepted
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["decay_split"] == split
+        del saved["param_groups"][0]["decay_split"]  # of an older version
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["decay_split"] == split
 
 
 class TestResume:

@@ -16,6 +16,8 @@ plain numbers, so that ``torch.load(weights_only=True)`` accepts them:
     group["metric"]           PAdam only: "magnitude", or "adaptive" for the decay in Adam's metric
     group["metric_mean"]      PAdam only: the mean of Adam's denominators (see adam_metric.py); 0.0
                               if it is not known yet
+    group["decay_split"]      groups of ``param_groups`` only: one letter for each parameter of the
+                              model, d if it decays, n if not, f if it is frozen
 """
 
 from __future__ import annotations
@@ -217,6 +219,8 @@ def complete_checkpoint(state_dict: dict[str, Any], groups: list[Group]) -> dict
             "changed their group, as tensors that became zero do with pdecay.param_groups, create "
             "the optimizer before the weights are loaded, or use include= or exclude="
         )
+    for saved, current in zip(state_dict["param_groups"], groups, strict=True):
+        _check_split(saved.get("decay_split"), current.get("decay_split"))
     filled = []
     for index, (saved, current) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
         keys = [key for key in (*DECAY_KEYS, "metric") if key in current]
@@ -227,8 +231,30 @@ def complete_checkpoint(state_dict: dict[str, Any], groups: list[Group]) -> dict
             raise type(error)(
                 f"the checkpoint has an invalid decay setting in parameter group {index}: {error}"
             ) from None
+        if "decay_split" in current:
+            merged["decay_split"] = current["decay_split"]  # other tensors may be frozen now
         filled.append(merged)
     return {**state_dict, "param_groups": filled}
+
+
+def _check_split(saved: object, current: object) -> None:
+    """Raise ValueError if a tensor that decays now did not decay in the checkpoint, or reversely.
+
+    Loading by name (torch.distributed.checkpoint) adapts the lists of parameters to the groups of
+    the new optimizer, so that their lengths tell nothing. Other lengths are those of other models,
+    such as another number of pipeline stages.
+    """
+    if not (isinstance(saved, str) and isinstance(current, str) and len(saved) == len(current)):
+        return
+    pairs = enumerate(zip(saved, current, strict=True))
+    if moved := [i for i, pair in pairs if pair[0] != pair[1] and "f" not in pair]:
+        raise ValueError(
+            f"pdecay.param_groups made other groups for the checkpoint than for this optimizer: "
+            f"parameters {moved} of the model (in the order of model.parameters(), from 0) decay "
+            "in one of them only. It leaves out tensors that are all zero: create the optimizer "
+            "before the weights are loaded, or name tensors that became zero, or were zero at the "
+            "start, with include= or exclude="
+        )
 
 
 def check_metric(metric: object, auxiliary: Sequence[float] = ()) -> None:

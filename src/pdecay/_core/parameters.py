@@ -92,11 +92,12 @@ def param_groups(
             "requires a gradient"
         )
     _warn(frozen)
+    split = _split_of(model, decayed)
     # A 1-d tensor is in the first group only if it matches `include`.
-    first: dict[str, Any] = {"params": decayed, "decay_1d": True}
+    first: dict[str, Any] = {"params": decayed, "decay_1d": True, "decay_split": split}
     if penalty is not None:
         first["decay"] = penalty
-    return [first, {"params": not_decayed, "decay": None}]
+    return [first, {"params": not_decayed, "decay": None, "decay_split": split}]
 
 
 def owners_of(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[str, nn.Module]]]]:
@@ -182,6 +183,15 @@ def _warn(frozen: list[tuple[str, Tensor]]) -> None:
 def _memory(param: Tensor) -> tuple[StorageWeakRef, int, torch.Size]:
     """Return a key that is equal for the same memory as long as the memory exists."""
     return StorageWeakRef(param.untyped_storage()), int(param.storage_offset()), param.shape
+
+
+def _split_of(model: nn.Module, decayed: list[Tensor]) -> str:
+    """Return one letter for each parameter of a model: d decays, n does not, f is frozen."""
+    chosen = set(decayed)
+    return "".join(
+        "d" if param in chosen else "n" if param.requires_grad else "f"
+        for param, _ in owners_of(model)
+    )
 
 
 def _patterns(name: str, patterns: Iterable[str] | str) -> list[str]:
