@@ -156,3 +156,43 @@ def test_adaptive_ranking_ignores_infinite_gradients():
     assert not state[1].inner_state.squares["kernel"].any()
     _, state = tx.update(params, state, params)
     assert jnp.isfinite(state[1].inner_state.squares["kernel"]).all()
+
+
+def with_ranking(tx, ranking, *args, **settings):
+    if ranking == "adaptive":
+        return with_sparsity_target(tx, *args, **settings)
+    return optax.chain(tx, sparsity_target(*args, **settings))
+
+
+@pytest.mark.parametrize("ranking", ["magnitude", "adaptive"])
+def test_updates_of_zeros_do_not_make_more_zeros(ranking):
+    # the zeros are held, but their updates are larger than all other weights
+    params = {"a": jnp.arange(1.0, 61.0).reshape(6, 10), "b": jnp.arange(61.0, 101.0)[None]}
+    tx = with_ranking(optax.identity(), ranking, 0.5, 4, start=0, end=1)
+    state = tx.init(params)
+    counts = []
+    for _ in range(6):
+        updates = jax.tree.map(lambda w: jnp.where(w == 0, 1000.0, 0.001), params)
+        updates, state = tx.update(updates, state, params)
+        params = optax.apply_updates(params, updates)
+        counts.append(count(params))
+    assert counts == [29, 44, 49, 50, 50, 50]
+
+
+def test_zeros_come_before_scores_that_are_rounded_to_zero():
+    w = jnp.full((10, 10), 1e-32).at[5:].set(0.0)
+    tx = with_sparsity_target(optax.identity(), 0.5, 10, start=0, end=0.1)
+    updates, _ = tx.update(jnp.zeros_like(w), tx.init(w), w)
+    assert ((w + updates == 0) == (w == 0)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranking", ["magnitude", "adaptive"])
+@pytest.mark.parametrize(
+    "tx",
+    [optax.adam(1e-8), optax.adam(100.0), optax.sgd(0.1, momentum=0.9), optax.contrib.prodigy()],
+    ids=["tiny", "huge", "momentum", "prodigy"],
+)
+def test_target_is_exact_for_other_optimizers(tx, ranking):
+    for t, params in enumerate(history(with_ranking(tx, ranking, 0.7, 100), 100), start=1):
+        assert count(params) == round(600 * 0.7 * cubic_ramp(t, 10, 85))

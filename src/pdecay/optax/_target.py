@@ -157,6 +157,8 @@ def _pruning(
             u.astype(jnp.promote_types(u.dtype, w.dtype))
             for u, w in zip(jax.tree.leaves(updates), weights, strict=True)
         ]
+        began = state.count >= first
+        held = [began & part & (w == 0) for w, part in zip(weights, takes_part, strict=True)]
         squares = jax.tree.map(_mean_square, state.squares, gradients) if is_adaptive else ()
 
         def prune() -> list[jax.Array]:
@@ -164,20 +166,24 @@ def _pruning(
             counts = jnp.array([round(share * size) for share in shares], jnp.int32)
             spared = sum(w.size * ~part for w, part in zip(weights, takes_part, strict=True))
             asked = counts[stage] - jnp.round(jnp.array(shares)[stage] * spared).astype(jnp.int32)
-            scores = [jnp.abs(w + u) for w, u in zip(weights, moves, strict=True)]
+            moved = [w + u for w, u in zip(weights, moves, strict=True)]
+            zeros = [
+                zero | (new.astype(w.dtype) == 0)
+                for zero, new, w in zip(held, moved, weights, strict=True)
+            ]
+            scores = [jnp.abs(new) for new in moved]
             if is_adaptive:
                 v = jax.tree.leaves(squares)
                 scores = [_length(x, square) for x, square in zip(scores, v, strict=True)]
-            return _smallest(scores, takes_part, asked)
+            return _smallest(scores, zeros, takes_part, asked)
 
         def keep() -> list[jax.Array]:
             return [jnp.zeros(w.shape, bool) for w in weights]
 
         pruned = jax.lax.cond(step == jnp.array(steps)[stage], prune, keep)
-        began = state.count >= first
         new = [
-            jnp.where(zero | (began & part & (w == 0)), -w.astype(u.dtype), u)
-            for zero, part, w, u in zip(pruned, takes_part, weights, moves, strict=True)
+            jnp.where(chosen | zero, -w.astype(u.dtype), u)
+            for chosen, zero, w, u in zip(pruned, held, weights, moves, strict=True)
         ]
         state = SparsityTargetState(step, state.takes_part, squares)
         return jax.tree.unflatten(structure, new), state
@@ -197,15 +203,23 @@ def _length(magnitude: jax.Array, square: jax.Array) -> jax.Array:
 
 
 def _smallest(
-    scores: list[jax.Array], takes_part: list[jax.Array], count: jax.Array
+    scores: list[jax.Array],
+    zeros: list[jax.Array],
+    takes_part: list[jax.Array],
+    count: jax.Array,
 ) -> list[jax.Array]:
     """Return masks of the weights with the smallest scores, `count` in total.
 
-    Of equal scores at the threshold, the first in memory are taken.
+    Weights that are zero in any case come before all others, whatever their scores: a zero that
+    is held has the score of the update that it does not make, and the score of a tiny weight may
+    be rounded to 0. Of equal scores at the threshold, the first in memory are taken.
     """
     patterns = [
-        jnp.where(part, jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32), _MOST)
-        for x, part in zip(scores, takes_part, strict=True)
+        jnp.where(zero, -1, jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32))
+        for x, zero in zip(scores, zeros, strict=True)
+    ]
+    patterns = [
+        jnp.where(part, bits, _MOST) for bits, part in zip(patterns, takes_part, strict=True)
     ]
 
     def below(threshold: Any) -> Any:
