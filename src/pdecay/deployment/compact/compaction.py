@@ -20,7 +20,7 @@ from pdecay.deployment.compact.fitting import Fitting
 from pdecay.deployment.compact.optimizer import check_optimizer, copy_optimizer
 from pdecay.deployment.compact.removal import Biases, Removal, choose_removal
 from pdecay.deployment.compact.report import CompactReport, SmallerTensor, kept_units
-from pdecay.deployment.compact.shrink import KeptPositions, cut, kept_positions
+from pdecay.deployment.compact.shrink import KeptPositions, kept_positions
 from pdecay.deployment.compact.trace import Trace, record
 from pdecay.deployment.model.errors import CompactError
 from pdecay.deployment.model.inputs import Inputs
@@ -119,8 +119,9 @@ class _Compaction:
 
     def run(self) -> nn.Module:
         """Return the smaller model with its report."""
+        # Only copies run: the first call of a model may fill buffers and set a flag that it has.
         current = self._copy()
-        expected = self._expected_outputs(current)
+        expected = self._expected_outputs()
         has_new_layers = replace_attention(current)
         analysis = self._analyse(current)
         removal = choose_removal(analysis, current, self.biases)
@@ -135,22 +136,11 @@ class _Compaction:
         error = 0.0
         if self.kept or has_new_layers:  # otherwise it is a copy of the model
             error = self._check_outputs(current, expected)
-        self._restore(current)
+        for prefix, module in self.model.named_modules():
+            current.get_submodule(prefix).training = module.training
         report = self._report(current, analysis, removal, error)
         current.compact_report = report  # type: ignore[assignment]
         return current
-
-    def _restore(self, current: nn.Module) -> None:
-        """Restore training modes, and buffers, which the recorded runs may have changed."""
-        before = {
-            id(buffer): cut(buffer, self.kept[name]) if name in self.kept else buffer.clone()
-            for name, buffer in self.model.named_buffers()
-        }
-        for prefix, module in self.model.named_modules():
-            twin = current.get_submodule(prefix)
-            twin.training = module.training
-            for name, buffer in module._buffers.items():  # tied buffers stay tied
-                twin._buffers[name] = None if buffer is None else before[id(buffer)]
 
     def _copy(self) -> nn.Module:
         try:
@@ -161,10 +151,11 @@ class _Compaction:
                 "gradient history, for instance torch.nn.utils.prune.remove(layer, 'weight')"
             ) from error
 
-    def _expected_outputs(self, current: nn.Module) -> list[Tensor]:
+    def _expected_outputs(self) -> list[Tensor]:
         """Return the model's outputs for the example."""
+        original = self._copy()
         try:
-            expected = outputs(current, self.inputs)
+            expected = outputs(original, self.inputs)
         except Exception as error:
             hint = ""
             if self.inputs.kwargs and not self.inputs.args:
@@ -179,7 +170,7 @@ class _Compaction:
             raise CompactError(
                 "the model returns no tensors, so that its outputs cannot be compared"
             )
-        if not agree(expected, outputs(current, self.inputs)):
+        if not agree(expected, outputs(original, self.inputs)):
             raise CompactError(
                 "the model returns different outputs for the same inputs in eval mode, so that "
                 "they cannot be compared: turn off its randomness"
@@ -212,6 +203,7 @@ class _Compaction:
         The models run on the example and on other inputs like it.
         """
         error = 0.0
+        smaller = copy.deepcopy(current)
         checks = [(self.inputs, expected_outputs)]
         generators = [torch.Generator().manual_seed(seed) for seed in range(_RANDOM_CHECKS)]
         random = [self.inputs.randomized(generator) for generator in generators]
@@ -223,13 +215,13 @@ class _Compaction:
                 checks.append((inputs, outputs(original, inputs)))
         for inputs, expected in checks:
             try:
-                got = outputs(current, inputs)
+                got = outputs(smaller, inputs)
             except Exception as failed:
                 raise CompactError(
                     f"the smaller model does not run{self._other_size(inputs)}: {failed}"
                 ) from failed
             error = max(error, difference(expected, got))
-            if not agree(expected, got) and not agree_in_float64(original, current, inputs):
+            if not agree(expected, got) and not agree_in_float64(original, smaller, inputs):
                 remedy = self._other_size(inputs)
                 if any(inputs is one for one in numbers):
                     remedy = (

@@ -147,7 +147,8 @@ def record(model: nn.Module, inputs: Inputs) -> Trace:
     failure, so that the first operation with a wrong shape can be found.
     """
     trace = _record(model, inputs, torch.func.functionalize)
-    unsupported = ("functorch", "unallocated storage")  # such as tensor.tolist()
+    # Such as tensor.tolist(), and writing to a buffer.
+    unsupported = ("functorch", "unallocated storage", "mutating a non-functional tensor")
     if trace.error is not None and any(text in str(trace.error) for text in unsupported):
         trace = _record(model, inputs, lambda run: run)
     return trace
