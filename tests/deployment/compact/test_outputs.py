@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,9 @@ from pdecay.deployment.compact import compact
 from pdecay.deployment.model.outputs import tensors_of
 from pdecay.deployment.runtime.pipeline import deploy
 
-from .checks import Model
+from .checks import Model, compacted
+
+WIDTH = 8
 
 
 class Slotted:
@@ -67,3 +70,60 @@ def test_objects_may_refer_to_each_other_and_to_modules():
     one = SimpleNamespace(tensor=torch.ones(1), module=nn.Linear(2, 2), kind=nn.Linear)
     one.other = SimpleNamespace(back=one, tensors={"a": (torch.zeros(1),)})
     assert [tensor.item() for tensor in tensors_of(one)] == [1, 0]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+CONVERSIONS = {
+    "tolist": lambda tensor: tensor.tolist(),
+    "numpy": lambda tensor: tensor.numpy(),
+    "array": lambda tensor: numpy.asarray(tensor),
+    "dlpack": lambda tensor: numpy.from_dlpack(tensor),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_choice_by_values_of_a_list_or_an_array(convert):
+    def forward(self, x):
+        choices = convert(self.router(x).argmax(-1))
+        return torch.stack([self.experts[int(i)](row) for i, row in zip(choices, x, strict=True)])
+
+    router = nn.Sequential(nn.Linear(3, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
+    router[2].weight.data[:, 1] = 0
+    model = Model(forward, router=router, experts=nn.ModuleList(nn.Linear(3, 2) for _ in range(2)))
+    smaller = compacted(model, torch.randn(1, 3), also=[(torch.randn(40, 3),)])
+    assert smaller.router[0].out_features == WIDTH - 1
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_returned_lists_and_arrays_keep_their_units(convert):
+    def forward(self, x):
+        hidden = self.body(x).detach()
+        return self.head(hidden), convert(hidden)
+
+    model = Model(forward, body=nn.Linear(3, WIDTH), head=nn.Linear(WIDTH, 2)).eval()
+    model.head.weight.data[:, 1] = 0
+    assert len(compact(model, torch.randn(1, 3))(torch.randn(1, 3))[1][0]) == WIDTH
+
+
+COUNTS = {
+    "nonzero": lambda mask: len(mask.nonzero()),
+    "index": lambda mask: len(mask[mask]),
+    "masked_select": lambda mask: len(mask.masked_select(mask)),
+    "unique": lambda mask: len(mask.sum(-1).unique()),
+}
+
+
+@pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+def test_size_that_depends_on_values_is_live(count):
+    def forward(self, x):
+        return self.head(x) / (1 + count(self.mask(x) > 0))
+
+    mask = nn.Sequential(nn.Linear(3, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 7))
+    mask[2].weight.data[:, 1] = 0
+    model = Model(forward, mask=mask, head=nn.Linear(3, 2))
+    also = [(torch.randn(n, 3),) for n in (4, 4, 9)]
+    assert compacted(model, torch.randn(4, 3), also=also).mask[0].out_features == WIDTH - 1

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -30,6 +31,7 @@ from pdecay.deployment.model.state import without_attention_fast_path
 
 # Operations whose arguments may bring the inputs' sizes into a tensor made from parameters.
 _SIZED = {"expand", "repeat", "new_zeros", "new_ones", "new_full", "new_empty"}
+_CONVERSIONS = {"tolist", "numpy", "__array__", "__dlpack__"}
 
 
 @dataclass(eq=False)
@@ -124,7 +126,8 @@ class Trace:
     Args:
         calls: the operations in order.
         values: all tensors; parameters and buffers come first.
-        outputs: the tensors that the model returned.
+        outputs: the tensors that the code converted to lists or arrays, and those that the model
+            returned.
         error: the exception that ended the run early.
     """
 
@@ -164,14 +167,22 @@ def _record(
     tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     outputs: list[Value] = []
 
+    def add_output(tensor: Tensor) -> None:
+        tensor.clone()  # the recorded clone identifies the output's value
+        outputs.extend(recorder.calls[-1].outs)
+
+    def refuse(tensor: Tensor) -> None:
+        raise NotImplementedError("functorch has no values for lists and arrays")
+
     def run(*tensors: Tensor) -> None:
         given = list(leaves)
         for i, tensor in zip(tensor_indices, tensors, strict=True):
             given[i] = tensor
         args, kwargs = tree_unflatten(given, spec)
-        for tensor in tensors_of(model(*args, **kwargs)):
-            tensor.clone()  # the recorded clone identifies the output's value
-            outputs.extend(recorder.calls[-1].outs)
+        with _OnConversion(refuse if wrap is torch.func.functionalize else add_output):
+            returned = model(*args, **kwargs)
+        for tensor in tensors_of(returned):
+            add_output(tensor)
 
     error: Exception | None = None
     with (
@@ -186,6 +197,25 @@ def _record(
         except Exception as raised:
             error = raised
     return Trace(recorder.calls, recorder.values, outputs, error)
+
+
+class _OnConversion(TorchFunctionMode):
+    """Calls a function with each tensor that code converts to lists or arrays.
+
+    The recorder does not see these conversions, which are no operations. Like an output, such a
+    tensor may be used anywhere.
+    """
+
+    def __init__(self, call: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _CONVERSIONS:
+            self._call(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):

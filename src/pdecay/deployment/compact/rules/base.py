@@ -89,8 +89,10 @@ class Opaque(Rule):
         fill_all(call.outs, random or reads_varying or call.in_place)
 
     def mark_live(self, call: Call) -> None:
-        # An operation without tensor outputs returns a number, which the code may use anywhere.
-        live = call.in_place or not call.outs or any(bool(out.live.any()) for out in call.outs)
+        # The code may use a number anywhere: the result of an operation without tensor outputs, or
+        # the size of an output that depends on values, such as those of nonzero and unique.
+        is_number = not call.outs or torch.Tag.dynamic_output_shape in call.op.tags
+        live = call.in_place or is_number or any(bool(out.live.any()) for out in call.outs)
         for value in call.ins:
             value.mark_live(live)
 

@@ -51,8 +51,11 @@ class Lookup(Rule):
 
     def mark_live(self, call: Call) -> None:
         table, _, indices = _operands(call)
-        for value in (table, *indices):
-            value.mark_live(call.outs[0].live.any())
+        live = call.outs[0].live.any()
+        table.mark_live(live)
+        for value in indices:
+            # A mask decides the number of rows, which the code may use anywhere.
+            value.mark_live(True if value.tensor.dtype == torch.bool else live)
 
 
 class Bags(Rule):
