@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributions import Categorical
 
-from pdecay.deployment.compact import compact
-from pdecay.deployment.model.outputs import tensors_of
+from pdecay.deployment.compact import CompactError, compact
+from pdecay.deployment.model.outputs import difference, tensors_of
 from pdecay.deployment.runtime.pipeline import deploy
 
 from .checks import Model, compacted
@@ -127,3 +127,37 @@ def test_size_that_depends_on_values_is_live(count):
     model = Model(forward, mask=mask, head=nn.Linear(3, 2))
     also = [(torch.randn(n, 3),) for n in (4, 4, 9)]
     assert compacted(model, torch.randn(4, 3), also=also).mask[0].out_features == WIDTH - 1
+
+
+MASKS = [-1e4, -1e9, torch.finfo(torch.float32).min]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masked_outputs_do_not_hide_differences(mask):
+    def forward(self, x, legal):
+        hidden = self.body(x) / x.shape[1]
+        return self.head(hidden).amax(1).masked_fill(~legal, mask)
+
+    model = Model(forward, body=nn.Linear(3, WIDTH), head=nn.Linear(WIDTH, 5)).eval()
+    model.body.weight.data[2] = 0
+    legal = torch.tensor([True, False, True, True, False])
+    with pytest.raises(CompactError, match=r"shape \[2, 3, 3\] instead of \[2, 6, 3\]"):
+        compact(model, (torch.randn(2, 6, 3), legal))
+
+
+@pytest.mark.parametrize("mask", [*MASKS, torch.inf])
+def test_difference_relative_to_elements_that_are_not_masked(mask):
+    expected = torch.tensor([1.0, mask, -2.0, mask, 1e-3])
+    got = expected + torch.tensor([0.0, 0.0, 0.0, 0.0, 0.02])
+    assert difference([expected], [got]) == pytest.approx(0.01)
+    shifted = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    both = torch.where(expected.abs() > 9, expected + shifted, expected)
+    assert difference([both], [both]) == 0
+    assert difference([both], [both + torch.tensor([0.02, 0, 0, 0, 0])]) == pytest.approx(0.01)
+
+
+def test_difference_relative_to_large_elements():
+    expected = torch.tensor([3e4, 1e4, 2e3, 0.0, 1.0])
+    assert difference([expected], [expected + 3]) == pytest.approx(1e-4)
+    expected = torch.tensor([3e4, 0.0, 0.0])
+    assert difference([expected], [expected + 3]) == pytest.approx(1e-4)

@@ -13,6 +13,9 @@ from pdecay.deployment.model.inputs import Inputs
 
 TOLERANCE = 1e-5  # relative to the largest element of an output
 
+# Masked elements are at least so large, nearly equal, and much larger than all others.
+_LEAST_MASK, _MASKED_SPREAD, _MASK_GAP = 5e3, 0.99, 0.01
+
 
 def tensors_of(output: object) -> Iterator[Tensor]:
     """Yield the tensors in a model's output, also in containers and in attributes of objects.
@@ -55,8 +58,9 @@ def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 def difference(expected: list[Tensor], got: list[Tensor]) -> float:
     """Return the largest difference of two lists of outputs, relative to each largest element.
 
-    The difference is infinite if the numbers, shapes or dtypes of the tensors differ, if integer
-    or bool tensors are not equal, or if NaN and infinity are at different positions.
+    Elements that are masked with a large number do not count as largest. The difference is
+    infinite if the numbers, shapes or dtypes of the tensors differ, if integer or bool tensors are
+    not equal, or if NaN and infinity are at different positions.
     """
     if len(expected) != len(got):
         return float("inf")
@@ -108,9 +112,21 @@ def _difference(expected: Tensor, got: Tensor) -> float:
     )
     if not same_elsewhere:
         return float("inf")
-    if not finite.any():
-        return 0.0
-    expected, got = expected[finite], got[finite]
+    return _relative_difference(expected[finite], got[finite]) if finite.any() else 0.0
+
+
+def _relative_difference(expected: Tensor, got: Tensor) -> float:
+    """Return the largest difference of finite elements, relative to the largest of them.
+
+    Elements that a model masks with a number such as -1e9 are compared on their own: next to them,
+    the differences of all other elements would look small.
+    """
+    size = expected.abs()
+    scale = float(size.max())
+    others = size < _MASKED_SPREAD * scale
+    largest = float(size[others].max()) if others.any() else 0.0
+    if scale >= _LEAST_MASK and 0 < largest < _MASK_GAP * scale:
+        parts = ((expected[mask], got[mask]) for mask in (others, ~others))
+        return max(_relative_difference(*part) for part in parts)
     error = float((expected - got).abs().max())
-    scale = float(expected.abs().max())
     return error / scale if scale else (float("inf") if error else 0.0)
