@@ -296,3 +296,18 @@ def test_cell_without_its_record_is_run_again(study):
     while not all(cell.done for cell in study.cells().values()):
         complete(study, take(study))
     assert [one["id"] for one in study.records()] == sorted(study.plan.keys)
+
+
+@pytest.mark.parametrize("change", [{"id": "0" * 16}, None], ids=["of another cell", "without id"])
+def test_cell_with_a_wrong_record_is_run_again(study, change):
+    """Reordered lines of a journal give a record to the wrong trial."""
+    trial = take(study)
+    wrong = record(key_of(trial))
+    wrong = {**wrong, **change} if change else {k: v for k, v in wrong.items() if k != "id"}
+    trial.set_user_attr("record", wrong)
+    study.optuna.tell(trial, study.plan.values(wrong))
+    assert study.records() == []
+    study.top_up()
+    while not all(cell.done for cell in study.cells().values()):
+        complete(study, take(study))
+    assert [one["id"] for one in study.records()] == sorted(study.plan.keys)

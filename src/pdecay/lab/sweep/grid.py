@@ -77,6 +77,9 @@ class Grid(Plan):
     def label(self, key: str) -> str:
         return label(self.cells[key].to_dict())
 
+    def is_result_of(self, key: str, record: Any) -> bool:
+        return super().is_result_of(key, record) and record["id"] == key
+
     def params(self, key: str) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
         """Return the settings that vary over the grid, which Optuna's plots show."""
         params = {

@@ -292,7 +292,8 @@ class Launcher:
         return ours and worker["pid"] not in self.workers
 
     def _end_abandoned(self, cell: Cell, trial: FrozenTrial) -> None:
-        if (record := trial.user_attrs.get("record")) is not None:  # it died after its work
+        record = trial.user_attrs.get("record")
+        if self._job.plan.is_result_of(cell.key, record):  # it died after its work
             self._study.end(trial, TrialState.COMPLETE, self._job.plan.values(record))
             return
         worker = trial.user_attrs.get("worker", {})

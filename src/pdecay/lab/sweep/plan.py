@@ -78,6 +78,14 @@ class Plan(ABC):
         """Return the parameters that a queued trial has before it runs."""
         return {}, {}
 
+    def is_result_of(self, key: str, record: Any) -> bool:
+        """Return whether a record can be the result of a cell.
+
+        The lines of a journal may have been altered or reordered, and a trial then has the record
+        of another cell.
+        """
+        return isinstance(record, Mapping) and "id" in record
+
     def values(self, record: Record) -> list[float]:
         """Return a record's objective values: zeros if the run diverged."""
         result = record["result"] if record["status"] == "ok" else {}

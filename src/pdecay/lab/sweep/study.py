@@ -38,9 +38,8 @@ class Cell:
 
     @property
     def done(self) -> FrozenTrial | None:
-        """The complete trial. One without its record, in a damaged journal, does not count."""
-        complete = (t for t in self.trials if t.state == TrialState.COMPLETE)
-        return next((t for t in complete if "record" in t.user_attrs), None)
+        """The complete trial."""
+        return next((t for t in self.trials if t.state == TrialState.COMPLETE), None)
 
     @property
     def active(self) -> FrozenTrial | None:
@@ -140,7 +139,7 @@ class SweepStudy:
         cells = {key: Cell(key) for key in self.plan.keys}
         for trial in self.trials():
             key = trial.user_attrs.get("cell")
-            if trial.user_attrs.get("plan") == self.plan.identity and key in cells:
+            if key in cells and self._counts(trial):
                 cells[key].trials.append(trial)
         return cells
 
@@ -165,7 +164,8 @@ class SweepStudy:
         if trial.user_attrs.get("plan") != self.plan.identity:
             return False  # Optuna adds an empty trial if the queue is empty
         key = trial.user_attrs["cell"]
-        cell = Cell(key, [t for t in self.trials() if t.user_attrs.get("cell") == key])
+        same = (t for t in self.trials() if t.user_attrs.get("cell") == key)
+        cell = Cell(key, [t for t in same if self._counts(t)])
         return not cell.done and cell.active is not None and cell.active.number == trial.number
 
     def bind(self, trial: Trial, sampler: BaseSampler) -> Trial:
@@ -197,6 +197,14 @@ class SweepStudy:
             self.storage.set_trial_state_values(trial._trial_id, state, values)
         except UpdateFinishedTrialError:
             pass
+
+    def _counts(self, trial: FrozenTrial) -> bool:
+        """Return whether a trial is of this plan and, if it is complete, has its cell's record."""
+        attrs = trial.user_attrs
+        if attrs.get("plan") != self.plan.identity:
+            return False
+        record = attrs.get("record")
+        return trial.state != TrialState.COMPLETE or self.plan.is_result_of(attrs["cell"], record)
 
     def _add(self, cell: Cell, **attrs: Any) -> None:
         """Queue a cell; a search keeps the values that an earlier attempt drew."""
