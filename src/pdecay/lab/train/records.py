@@ -55,8 +55,13 @@ _RECORD: _Fields = {
     **dict.fromkeys(("settings", "result", "environment", "timing"), (dict,)),
     "curve": (list,),
 }
-# The largest value of a share; the least is 0.
-_LIMITS = {"accuracy": 100, "test_accuracy": 100, "sparsity": 1, "total_sparsity": 1}
+# The ranges of numbers that reports draw. Losses have single precision, or are sums of such.
+_LIMITS = {
+    **dict.fromkeys(("accuracy", "test_accuracy"), (0, 100)),
+    **dict.fromkeys(("sparsity", "total_sparsity"), (0, 1)),
+    **dict.fromkeys(("loss", "train_loss"), (-1e100, 1e100)),
+    **dict.fromkeys(("step", "steps", "size", "zeros"), (0, 2**63)),
+}
 _STATUS = ("ok", "diverged")
 _MAX_DEPTH = 50
 
@@ -227,7 +232,7 @@ def _problem(record: object) -> str:
         or _mismatch("timing", record["timing"], _TIMING, optional=True)
         or _first("result.layers", record["result"]["layers"], _LAYER)
         or _first("curve", record["curve"], _POINT)
-        or _out_of_range("result", record["result"])
+        or _too_many_zeros(record["result"]["layers"])
     )
     if wrong:
         return f"{wrong}; the line was altered: remove it, or repeat the run"
@@ -247,11 +252,10 @@ def _first(where: str, items: list[object], fields: _Fields) -> str:
     return next(filter(None, problems), "")
 
 
-def _out_of_range(where: str, value: Mapping[str, Any]) -> str:
-    for name, limit in _LIMITS.items():
-        share = value.get(name)
-        if share is not None and not 0 <= share <= limit:
-            return f"{where}'s {name!r} must be between 0 and {limit}, got {share!r}"
+def _too_many_zeros(layers: list[Mapping[str, Any]]) -> str:
+    for k, layer in enumerate(layers):
+        if layer["zeros"] > layer["size"]:
+            return f"result.layers[{k}] has {layer['zeros']} zeros in {layer['size']} weights"
     return ""
 
 
@@ -269,4 +273,8 @@ def _mismatch(where: str, value: object, fields: _Fields, optional: bool = False
                 "null" if kind is type(None) else kind.__name__ for kind in kinds
             )
             return f"{where}'s {name!r} must be {expected}, got {found!r}"
+        if name in _LIMITS and found is not None:
+            least, most = _LIMITS[name]
+            if found < least or found > most:  # NaN is left to the JSON writer
+                return f"{where}'s {name!r} must be between {least} and {most}, got {found!r}"
     return ""
