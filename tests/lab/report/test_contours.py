@@ -83,7 +83,11 @@ def test_one_surface_per_combination_of_options(experiment):
 
 @pytest.mark.parametrize(
     ("places", "counts"),
-    [([(1e-2, 1e-2)], "1 and 1"), ([(1e-2, 1e-2), (1e-2, 1e-1)], "1 and 2")],
+    [
+        ([(1e-2, 1e-2)], "1 and 1"),
+        ([(1e-2, 1e-2), (1e-2, 1e-1)], "1 and 2"),
+        ([(1e-2, 1e-2), (0.010000000000000002, 1e-1)], "1 and 2"),  # equal logarithms
+    ],
 )
 def test_too_few_cells_give_reason(experiment, places, counts):
     surface = only(experiment(*(plane(*place) for place in places)))

@@ -94,9 +94,11 @@ def test_order_of_methods(experiment):
 
 
 def test_keys_are_unique_file_names():
-    made = [record(task=task) for task in ("../../etc/x", "..", "a b", "a-b", "é")]
+    tasks = ("../../etc/x", "..", "a b", "a-b", "é", 300 * "x", "y" + 300 * "x")
+    made = [record(task=task) for task in tasks]
     keys = [found.key for found in experiments(made)]
     assert len(set(keys)) == len(keys)
+    assert all(len(key) < 120 for key in keys)
     assert all(key.replace("-", "").isalnum() and key.isascii() for key in keys)
 
 

@@ -62,6 +62,20 @@ def test_p_values_with_many_digits_become_intervals():
     assert all(len(one.label) <= len("0.75 to 0.8") for one in chosen.p_ranges)
 
 
+def test_rounding_errors_of_p_do_not_matter():
+    values = [0.2 + k * 0.2 for k in range(7)]  # the last is 1.4000000000000001
+    chosen = style(*(record(p=p, lam=0.01) for p in (*values, 0.3, 0.1 + 0.2, 3 * 0.1)))
+    expected = ["0.2", "0.3", "0.4", "0.6", "0.8", "1", "1.2", "1.4"]
+    assert [one.label for one in chosen.p_ranges] == expected
+    assert all(chosen.p_index(point) is not None for point in chosen.experiment.means)
+
+
+@pytest.mark.parametrize("values", [(1.3 + 3e-16, 1.4 + 2e-16), (1234.5,), (0.5, 1e12 + 0.1)])
+def test_every_p_has_a_range(values):
+    chosen = style(*(record(p=p, lam=0.01, sparsity=0.5) for p in values))
+    assert all(chosen.p_index(point) is not None for point in chosen.experiment.means)
+
+
 def test_few_p_values_have_own_labels():
     chosen = style(*(record(p=p, lam=0.01) for p in (1.0, 0.5, 2.0)))
     assert [one.label for one in chosen.p_ranges] == ["0.5", "1", "2"]

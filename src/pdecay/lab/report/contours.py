@@ -136,7 +136,8 @@ def _surface(
     def without_contours(reason: str) -> Surface:
         return Surface(title, example, note="; ".join([f"No contours: {reason}", *notes]))
 
-    rates, lams = (len({at[k] for at in finished}) for k in (0, 1))
+    # The logarithms of two neighbouring floats can be equal.
+    rates, lams = (len({round(math.log(at[k]), 9) for at in finished}) for k in (0, 1))
     if rates < 2 or lams < 2:
         return without_contours(
             f"2 learning rates and 2 lam or more are needed, there are {rates} and {lams}"
@@ -186,7 +187,7 @@ class _LogAxis:
         values = self.values
         if len(values) > _MAX_TICKS or any(len(f"{value:g}") > _MAX_LABEL for value in values):
             low, high = values[0], values[-1]
-            decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+            decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
             values = [m * 10.0**k for k in decades for m in (1, 2, 5) if low <= m * 10.0**k <= high]
         ticks: list[tuple[float, str]] = []
         end = -math.inf

@@ -24,6 +24,7 @@ _NAMED_OPTIONS = ("p", "lam", "target", "threshold", "depth")
 # A network with less than this share of the experiment's best accuracy has collapsed: it is at or
 # near the accuracy of a constant prediction.
 _COLLAPSED = 0.5
+_MAX_KEY = 100  # characters; file systems allow names of 255 bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,6 +309,6 @@ def _method_order(method: str) -> tuple[int, str]:
 
 def _unique_key(wanted: str, taken: set[str]) -> str:
     """Return a valid folder name that is not taken yet."""
-    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", wanted).strip("-")
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", wanted)[-_MAX_KEY:].strip("-")
     names = (plain, *(f"{plain}-{k}" for k in range(2, len(taken) + 3)))
     return next(name for name in names if name not in taken)

@@ -42,6 +42,7 @@ _SPARE_COLOURS: tuple[Colour, ...] = (
 _PLASMA = (0.0, 0.74)  # the part of the colour map that is visible on white
 _LIGHTEN = (0.5, 0.1)  # how far its two ends move towards white on a dark background
 _MAX_P_RANGES = 12
+_DIGITS = 12  # of p after the point: 0.1 + 0.2 and 0.3 are equal
 # Factors that make markers of different shapes look equally large.
 _SIZES = {"*": 1.45, "D": 0.8, "s": 0.88, "d": 0.95, "P": 1.15, "X": 1.1}
 _SVG_COMMANDS = {
@@ -76,7 +77,7 @@ class Style:
     @cached_property
     def p_ranges(self) -> tuple[PRange, ...]:
         """The values of p; intervals where there are too many, or where they have many digits."""
-        values = self.experiment.p_values
+        values = sorted({round(p, _DIGITS) for p in self.experiment.p_values})
         is_short = all(p == float(f"{p:.3g}") for p in values)
         few = is_short and len(values) <= _MAX_P_RANGES
         ends = [(p, p) for p in values] if few else _intervals(values)
@@ -88,7 +89,8 @@ class Style:
         """Return the index in `p_ranges` of a point's p."""
         if point.p is None:
             return None
-        return next(k for k, one in enumerate(self.p_ranges) if point.p <= one.high)
+        p = round(point.p, _DIGITS)
+        return next(k for k, one in enumerate(self.p_ranges) if p <= one.high)
 
     @cached_property
     def methods_with_p(self) -> frozenset[str]:
@@ -140,10 +142,11 @@ def _plasma(count: int) -> list[Colour]:
 def _intervals(values: Sequence[float]) -> list[tuple[float, float]]:
     """Return at most `_MAX_P_RANGES` round intervals that contain all values."""
     span = values[-1] - values[0]
-    steps = (factor * 10.0**decade for decade in range(-2, 9) for factor in (1, 2, 5))
+    steps = (factor * 10.0**decade for decade in range(-2, 308) for factor in (1, 2, 5))
     width = next(step for step in steps if span / step <= _MAX_P_RANGES - 2)
-    first, last = math.floor(values[0] / width), math.ceil(values[-1] / width)
-    ends = [round(k * width, 12) for k in range(first, last + 1)]
+    first = math.floor(values[0] / width)
+    last = max(first + 1, math.ceil(values[-1] / width))
+    ends = [round(k * width, _DIGITS) for k in range(first, last + 1)]
     return [
         (low, high)
         for low, high in itertools.pairwise(ends)
