@@ -77,7 +77,7 @@ def is_readable(tensor: Tensor | None, weight: Tensor) -> bool:
     if tensor is None:
         return True
     if type(weight) not in PLAIN:
-        if getattr(tensor, "placements", weight.placements) != weight.placements:
+        if hasattr(tensor, "placements") and tensor.placements != weight.placements:  # type: ignore[attr-defined]
             return False
         weight, tensor = local(weight), local(tensor)
     if type(tensor) not in PLAIN:

@@ -292,7 +292,7 @@ class Launcher:
         return ours and worker["pid"] not in self.workers
 
     def _end_abandoned(self, cell: Cell, trial: FrozenTrial) -> None:
-        record = trial.user_attrs.get("record")
+        record: Any = trial.user_attrs.get("record")
         if self._job.plan.is_result_of(cell.key, record):  # it died after its work
             self._study.end(trial, TrialState.COMPLETE, self._job.plan.values(record))
             return

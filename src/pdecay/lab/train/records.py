@@ -275,6 +275,6 @@ def _mismatch(where: str, value: object, fields: _Fields, optional: bool = False
             return f"{where}'s {name!r} must be {expected}, got {found!r}"
         if name in _LIMITS and found is not None:
             least, most = _LIMITS[name]
-            if found < least or found > most:  # NaN is left to the JSON writer
+            if value[name] < least or value[name] > most:  # NaN is left to the JSON writer
                 return f"{where}'s {name!r} must be between {least} and {most}, got {found!r}"
     return ""
