@@ -92,7 +92,7 @@ def branching(self, x, scale):
     return self.head(hidden + 1 if x.abs().max() > 1.01 else hidden) * scale
 
 
-@pytest.mark.parametrize("scale", [0.0, 2.0])
+@pytest.mark.parametrize("scale", [0.0, 2.0, 0, 1, 7])
 def test_constant_that_depends_on_a_number_in_the_example_is_an_error(scale):
     def forward(self, x, scale):
         return self.head(self.body(x) * scale)
@@ -105,7 +105,8 @@ def test_constant_that_depends_on_a_number_in_the_example_is_an_error(scale):
     other = Model(branching, body=model.body, head=model.head).eval()
     with pytest.raises(CompactError, match="please report"):  # it branches on values
         compact(other, (torch.linspace(-1, 1, 6).view(2, 3), 2.0))
-    smaller = compacted(model, x, torch.tensor(scale), also=[(x, torch.tensor(0.7))])
+    also = [(x, torch.tensor(0.7)), (x, torch.tensor(4))]
+    smaller = compacted(model, x, torch.tensor(scale), also=also)
     assert smaller.body.out_features == WIDTH
 
 
@@ -117,3 +118,98 @@ def test_number_in_the_example_without_influence_on_dead_units():
     model.body.weight.data[2] = 0
     x = torch.randn(2, 3)
     assert compacted(model, x, 2.0, also=[(x, 0.3), (x, 0.0)]).body.out_features == WIDTH - 1
+
+
+@pytest.mark.parametrize("steps", [torch.tensor(7), torch.tensor([0]), torch.tensor([3, 3])])
+def test_constant_that_depends_on_a_number_from_a_tensor_is_an_error(steps):
+    def forward(self, x, steps):
+        waves = (steps.flatten()[0].item() * self.frequencies).cos()
+        return self.head((self.body(x) + self.time(waves)).relu())
+
+    time = nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    layers = {"body": nn.Linear(3, WIDTH), "time": time, "head": nn.Linear(WIDTH, 2)}
+    model = Model(forward, **layers).eval()
+    model.register_buffer("frequencies", torch.rand(4))
+    with pytest.raises(CompactError, match=r"another number in example_inputs.* fold=False"):
+        compact(model, (torch.randn(2, 3), steps))
+
+
+ROWS = {
+    "unbind": lambda table, i: table.unbind()[i],
+    "split": lambda table, i: table.split(1)[i][0],
+    "chunk": lambda table, i: table.chunk(3)[i][0],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row_of_a_list_is_an_error(name):
+    def forward(self, x, task):
+        return self.head(self.body(x) + self.film(ROWS[name](self.table, task)))
+
+    film = nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    layers = {"body": nn.Linear(3, WIDTH), "film": film, "head": nn.Linear(WIDTH, 2)}
+    model = Model(forward, table=nn.Parameter(torch.randn(3, 4)), **layers).eval()
+    with pytest.raises(CompactError, match="another number in example_inputs"):
+        compact(model, (torch.randn(2, 3), 0))
+
+
+def test_number_that_chooses_another_layer():
+    def forward(self, x, task):
+        return self.heads[task](self.body(x).relu())
+
+    heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(2))
+    model = Model(forward, body=nn.Linear(3, WIDTH), heads=heads)
+    heads[1].weight.data[:, 2] = 0
+    x = torch.randn(4, 3)
+    smaller = compacted(model, x, 1)
+    assert smaller.compact_report.unused == ("heads.0",)
+    with pytest.raises(RuntimeError, match="shape"):
+        smaller(x, 0)
+
+
+PADDED = {
+    "always": lambda x, n: nn.functional.pad(x, (0, 0, 0, n)),
+    "other value": lambda x, n: nn.functional.pad(x, (0, 0, 0, n), value=-1.0),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_sequence_that_is_padded_to_a_multiple(name):
+    def forward(self, x):
+        x = self.body(x)
+        x = self.middle(PADDED[name](x, -x.shape[1] % 4))
+        return self.head(x.unflatten(1, (-1, 4)).relu().mean(2))
+
+    layers = {"body": nn.Linear(3, WIDTH), "middle": nn.Linear(WIDTH, 5), "head": nn.Linear(5, 2)}
+    model = Model(forward, **layers)
+    model.body.weight.data[2] = 0
+    model.middle.weight.data[:, 1] = 0
+    also = [(torch.randn(2, n, 3),) for n in (4, 6, 9, 11, 16)]
+    assert compacted(model, torch.randn(2, 8, 3), also=also).body.out_features == WIDTH - 1
+
+
+def test_image_that_is_padded_to_a_multiple_only_if_necessary_is_an_error():
+    def forward(self, x):
+        x = self.body(x)
+        n = -x.shape[-1] % 4
+        x = self.middle(nn.functional.pad(x, (0, n, 0, n)) if n else x)
+        return self.head(nn.functional.avg_pool2d(x.relu(), 4))
+
+    layers = {"body": nn.Conv2d(3, WIDTH, 2, 2), "head": nn.Conv2d(5, 2, 1)}
+    model = Model(forward, middle=nn.Conv2d(WIDTH, 5, 1), **layers).eval()
+    model.body.weight.data[2] = 0
+    with pytest.raises(CompactError, match=r"shape \[2, 3, 15, 15\] instead of"):
+        compact(model, torch.randn(2, 3, 16, 16))
+
+
+def test_loop_that_the_example_runs_once_is_an_error():
+    def forward(self, x):
+        state = x.new_zeros(len(x), WIDTH)
+        for step in x.unbind(1):
+            state = self.body(step) + self.gate(self.feedback(state).sigmoid())
+        return self.head(state)
+
+    layers = {name: nn.Linear(WIDTH, WIDTH) for name in ("feedback", "gate")}
+    model = Model(forward, body=nn.Linear(3, WIDTH), head=nn.Linear(WIDTH, 2), **layers).eval()
+    with pytest.raises(CompactError, match=r"shape \[2, 2, 3\] instead of \[2, 1, 3\]"):
+        compact(model, torch.randn(2, 1, 3))

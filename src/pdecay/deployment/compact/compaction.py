@@ -65,9 +65,9 @@ def compact(
         example_inputs: a tensor, a tuple of arguments, a dict of keyword arguments, or a pair of
             both, ``((x,), {"mask": mask})``. The model runs on it in eval mode. The result is the
             same function along the code that runs on this example; it is also checked with one row,
-            with twice the rows and, where the model takes it, with half and one of each other size.
-            Layers that do not run on the example are not changed, so that they may not fit the
-            smaller layers before them; the report names them.
+            with twice the rows, with other numbers and, where the model takes it, with half, one,
+            one less and twice of each other size. Layers that do not run on the example are not
+            changed, so that they may not fit the smaller layers before them; the report names them.
         optimizer: the optimizer of this model, whose state is carried over.
         fold: whether constants may be folded into biases. If False, constant units are kept.
 
@@ -217,6 +217,8 @@ class _Compaction:
             try:
                 got = outputs(smaller, inputs)
             except Exception as failed:
+                if any(inputs is one for one in numbers):
+                    continue  # the number chooses layers that did not run on the example
                 raise CompactError(
                     f"the smaller model does not run{self._other_size(inputs)}: {failed}"
                 ) from failed
@@ -226,7 +228,8 @@ class _Compaction:
                 if any(inputs is one for one in numbers):
                     remedy = (
                         " for another number in example_inputs, with which the model computes a "
-                        "unit that is constant otherwise: give the number as a tensor"
+                        "unit that is constant otherwise: give the number as a tensor and compute "
+                        "with it as a tensor (without item()), or try fold=False"
                     )
                 remedy = remedy or ": try fold=False, and please report this model"
                 raise CompactError(

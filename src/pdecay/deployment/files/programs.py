@@ -13,7 +13,7 @@ from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import difference, outputs
 from pdecay.deployment.model.program import Free
-from pdecay.deployment.model.state import evaluating
+from pdecay.deployment.model.state import evaluating, shared_copy
 from pdecay.deployment.program import Captured, SavedModel, capture, restore
 from pdecay.deployment.program.sizes import ASSUMED, check_sizes
 from pdecay.deployment.program.structure import assemble, describe
@@ -41,6 +41,7 @@ def with_program(model: object, example: Inputs) -> dict[str, Tensor]:
             f"a program needs a torch.nn.Module, got {type(model).__name__}: save a state dict "
             "without example_inputs"
         )
+    model = shared_copy(model)  # a run with another size may grow the model's caches
     ways: tuple[Free, ...] = ("all", "batch", "none")
     for free in ways:
         try:

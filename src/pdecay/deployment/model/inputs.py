@@ -101,14 +101,18 @@ class Inputs:
         """Return these inputs in other sizes, for checks that one run cannot make.
 
         A model's code may branch on a size or compute with it. If the tensors have a common first
-        axis, there are inputs with twice the rows and with one row. Then come inputs with half of
-        each size, and with a size of one, such as a single word: the tensors are cropped along all
-        axes of that size, such as height and width.
+        axis, there are inputs with twice the rows and with one row. Then come inputs with other
+        sizes along all axes of one size, such as height and width: half of it; one, such as a
+        single word; one less, which code often pads to a multiple; and twice of it.
         """
-        lengths = {n for tensor in self.tensors for n in tensor.shape if n > 1}
-        sizes = [(n, size) for n in sorted(lengths) for size in dict.fromkeys(((n + 1) // 2, 1))]
-        cropped = [self._map(partial(_crop, length=n, size=size)) for n, size in sizes]
-        return [*(self.other_batches() if self.has_batch else ()), *cropped]
+        lengths = {n for tensor in self.tensors for n in tensor.shape if n}
+        resized = [
+            self._map(partial(_resize, length=n, size=size))
+            for n in sorted(lengths)
+            for size in dict.fromkeys(((n + 1) // 2, 1, n - 1, 2 * n))
+            if size not in (0, n)
+        ]
+        return [*(self.other_batches() if self.has_batch else ()), *resized]
 
     def other_batches(self) -> list[Self]:
         """Return inputs with twice the rows and with one row; the tensors need a first axis."""
@@ -116,17 +120,21 @@ class Inputs:
         return [self.repeated(), *single]
 
     def other_numbers(self) -> list[Self]:
-        """Return these inputs with other floating-point numbers; an empty list if there are none.
+        """Return these inputs with other numbers, one argument at a time.
 
-        A model may compute with such an argument, so that a unit is constant only for the example.
-        Other arguments, such as integers, mostly choose a branch.
+        A model may compute with a number, so that a unit is constant only for the example. The
+        number may also come from a tensor of integers, by ``item()``: their random order does not
+        change it, since all may be equal.
         """
-        args, kwargs = tree_map(
-            lambda leaf: (leaf / 2 or 0.5) if isinstance(leaf, float) else leaf,
-            (self.args, self.kwargs),
-        )
-        floats = (isinstance(leaf, float) for leaf in tree_leaves((self.args, self.kwargs)))
-        return [replace(self, args=args, kwargs=kwargs)] if any(floats) else []
+        found = []
+        for change in (_other_number, _other_integers):
+            for i, value in enumerate(self.args):
+                args = (*self.args[:i], tree_map(change, value), *self.args[i + 1 :])
+                found.append(replace(self, args=args))
+            for name, value in self.kwargs.items():
+                found.append(replace(self, kwargs={**self.kwargs, name: tree_map(change, value)}))
+        same = tree_leaves((self.args, self.kwargs))
+        return [one for one in found if _differ(tree_leaves((one.args, one.kwargs)), same)]
 
     def randomized(self, generator: torch.Generator) -> Self:
         """Return other inputs of the same kind.
@@ -174,12 +182,37 @@ def kept_example(model: object) -> Inputs | None:
     return example if type(example) is Inputs else None
 
 
-def _crop(tensor: Tensor, length: int, size: int) -> Tensor:
-    """Return the first `size` positions of a tensor along all axes of this length."""
+def _resize(tensor: Tensor, length: int, size: int) -> Tensor:
+    """Return a tensor with another size along all axes of this length: cropped, or repeated."""
     for axis, n in enumerate(tensor.shape):
         if n == length:
-            tensor = tensor.narrow(axis, 0, size)
+            whole = torch.cat([tensor, tensor], axis) if size > n else tensor
+            tensor = whole.narrow(axis, 0, size)
     return tensor
+
+
+def _other_number(leaf: Any) -> Any:
+    """Return another number; everything else as it is."""
+    if isinstance(leaf, float):
+        return leaf / 2 or 0.5
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        return leaf - 1 if leaf > 0 else leaf + 1
+    return leaf
+
+
+def _other_integers(leaf: Any) -> Any:
+    """Return a tensor with smaller integers, which an embedding takes; all else as it is."""
+    if not isinstance(leaf, Tensor) or leaf.dtype == torch.bool:
+        return leaf
+    if leaf.is_floating_point() or leaf.is_complex() or not leaf.numel():
+        return leaf
+    if leaf.dim() > 1 and leaf.max() <= 1:
+        return leaf  # a mask: without its ones, it hides whole rows
+    return torch.where(leaf > 0, leaf - 1, leaf) if leaf.max() > 0 else leaf + 1
+
+
+def _differ(leaves: list[Any], others: list[Any]) -> bool:
+    return any(one is not other for one, other in zip(leaves, others, strict=True))
 
 
 def _keywords(example: Mapping[Any, Any]) -> dict[str, Any]:

@@ -73,9 +73,9 @@ def deploy(
         model: the trained model; it is not changed. Only exact zeros count (see
             :func:`pdecay.prune_`).
         example_inputs: as for :func:`pdecay.compact`, with the batch size of later use. The model's
-            code must take the same branches later. This is checked for one row, for twice the rows
-            and for half and one of each other size: a version whose outputs differ is not used, and
-            the report says so.
+            code must take the same branches later. This is checked for one row, for twice the rows,
+            and for half, one, one less and twice of each other size: a version whose outputs differ
+            is not used, and the report says so.
         seconds: the time for the whole call. Compaction and checks run the model about ten times,
             however long that takes; at least 30 % of `seconds` remain for measurements, which time
             each layer and model at least once. Measurements end earlier if repetitions agree. If

@@ -121,7 +121,11 @@ class Padding(Mixing):
 
     def mark_varying(self, call: Call) -> None:
         (value,), (out,) = call.ins, call.outs
-        out.varies = torch.ops.aten.constant_pad_nd(value.varies, call.args[1], False)
+        varies = value.varies
+        if not any(call.args[1]) and not value.static:
+            # Code that pads to a multiple of a size pads nothing here, but does for other inputs.
+            varies = varies | (value.tensor != (_argument(call, "value") or 0))
+        out.varies = torch.ops.aten.constant_pad_nd(varies, call.args[1], False)
 
 
 class BatchNorm(Mixing):
