@@ -164,7 +164,7 @@ def _record(
     model = copy.deepcopy(model, {id(param): param for param in model.parameters()})
     recorder = _Recorder(model)
     leaves, spec = tree_flatten((inputs.args, inputs.kwargs))
-    tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    distinct = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
     outputs: list[Value] = []
 
     def add_output(tensor: Tensor) -> None:
@@ -175,10 +175,9 @@ def _record(
         raise NotImplementedError("functorch has no values for lists and arrays")
 
     def run(*tensors: Tensor) -> None:
-        given = list(leaves)
-        for i, tensor in zip(tensor_indices, tensors, strict=True):
-            given[i] = tensor
-        args, kwargs = tree_unflatten(given, spec)
+        # A tensor that is given twice stays one tensor.
+        by_id = {id(one): tensor for one, tensor in zip(distinct, tensors, strict=True)}
+        args, kwargs = tree_unflatten([by_id.get(id(leaf), leaf) for leaf in leaves], spec)
         with _OnConversion(refuse if wrap is torch.func.functionalize else add_output):
             returned = model(*args, **kwargs)
         for tensor in tensors_of(returned):
@@ -193,7 +192,7 @@ def _record(
         recorder,
     ):
         try:
-            wrap(run)(*(leaves[i] for i in tensor_indices))
+            wrap(run)(*distinct)
         except Exception as raised:
             error = raised
     return Trace(recorder.calls, recorder.values, outputs, error)

@@ -89,6 +89,17 @@ class Inputs:
         """Return these inputs with copies of all tensors."""
         return self._map(lambda tensor: tensor.detach().clone())
 
+    def distinct(self) -> Self:
+        """Return these inputs with a copy for each argument, also of a tensor that is given twice.
+
+        An exporter would take a tensor that is given twice for one input.
+        """
+        args, kwargs = tree_map(
+            lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf,
+            (self.args, self.kwargs),
+        )
+        return replace(self, args=args, kwargs=kwargs)
+
     def double(self) -> Self:
         """Return these inputs with floating-point tensors converted to float64."""
         return self._map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
@@ -160,8 +171,10 @@ class Inputs:
         return self._map(randomize)
 
     def _map(self, change: Any) -> Self:
+        # A tensor that is given twice stays one tensor: code may ask whether a key is the query.
+        changed = {id(tensor): change(tensor) for tensor in self.tensors}
         args, kwargs = tree_map(
-            lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf,
+            lambda leaf: changed[id(leaf)] if isinstance(leaf, Tensor) else leaf,
             (self.args, self.kwargs),
         )
         return replace(self, args=args, kwargs=kwargs)

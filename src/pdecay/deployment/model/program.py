@@ -59,7 +59,7 @@ def exported(model: nn.Module, inputs: Inputs, free: Free | None = None) -> Prog
                 inputs = inputs.repeated()
             elif free == "batch":
                 raise ValueError("its inputs have no common first axis")
-            program = _export(model, inputs, free)
+            program = _export(model, inputs.distinct(), free)
         except Exception as error:
             raise ExportError(
                 f"torch.export failed on {type(model).__name__}: {one_line(error)[:200]}"
