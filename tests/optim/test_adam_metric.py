@@ -310,3 +310,16 @@ def test_target_steers_an_adaptive_decay():
         loss.backward()
         optimizer.step()
     assert target.sparsity == pytest.approx(0.8)
+
+
+def test_group_without_decay_does_not_search_for_a_wrapper_at_each_step(monkeypatch):
+    searched = []
+    monkeypatch.setattr("pdecay._optim.settings.is_local", searched.append)
+    params = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+    groups = [{"params": params[:1]}, {"params": params[1:], "decay": None}]
+    optimizer = PAdam(groups, metric="adaptive")
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert len(searched) == 1  # all objects of the process are looked at

@@ -36,7 +36,7 @@ def check_settings(group: Group, optimizer: Optimizer) -> None:
     penalty_of(group)
     if group.get("metric") == "adaptive":
         check_metric("adaptive", group["decay_auxiliary"])
-        if not group.get("metric_mean"):
+        if group["decay"] and not group.get("metric_mean"):
             _check_whole(optimizer)
     # These checks take a few percent of a step of a small model: skip them while all settings are
     # the objects that passed. Tensors and lists may change in place, and are checked each time.
