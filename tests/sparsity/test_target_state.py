@@ -278,6 +278,33 @@ class TestResume:
         assert target.last_step == STEPS
         assert target.sparsity == pytest.approx(0.9, abs=0.002)
 
+    @pytest.mark.parametrize("every", [(1, 2), (2, 1), (3, 1)])
+    @pytest.mark.parametrize("stop", [11, 12])
+    def test_optimizers_with_different_frequencies_resume_exactly(self, every, stop):
+        def start():
+            model = build()
+            optimizers = [PAdam([w], lr=1e-2, decay=Lp(0.8, 1)) for w in weights(model)]
+            return model, optimizers, SparsityTarget(optimizers, 0.8, STEPS)
+
+        def run(model, optimizers, steps):
+            for step in steps:
+                model.zero_grad()
+                loss_of(model, step).backward()
+                for optimizer, frequency in zip(optimizers, every, strict=True):
+                    if step % frequency == 0:
+                        optimizer.step()
+
+        model, optimizers, target = start()
+        run(model, optimizers, range(stop))
+        saved = copy.deepcopy([model.state_dict(), *(one.state_dict() for one in optimizers)])
+        run(model, optimizers, range(stop, STEPS))
+        resumed, again, twin = start()
+        for one, state in zip([resumed, *again], saved, strict=True):
+            one.load_state_dict(state)
+        run(resumed, again, range(stop, STEPS))
+        assert twin.last_step == target.last_step
+        assert_equal(resumed, model)
+
     @pytest.mark.parametrize("built_first", [True, False])
     def test_checkpoint_of_another_target_starts_the_ramp_anew(self, built_first):
         model = build()

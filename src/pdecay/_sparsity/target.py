@@ -141,7 +141,6 @@ class SparsityTarget:
         self._by_layer = bool(per_layer) or bool(self.floor)
         self._begin, self._end, self._every = ramp_steps(start, end, total_steps)
         check_per_layer(per_layer, self._groups())
-        self._stepped: set[Optimizer] = set()  # the optimizers that took the current step
         self._probes = Probes()
         self._warned = self._warned_of_non_finite = False
         if (
@@ -245,7 +244,6 @@ class SparsityTarget:
 
     def complete_checkpoint(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of an optimizer's checkpoint that has a state of this target."""
-        self._stepped.clear()
         self._probes.clear()
         self._updates.clear()
         groups = [dict(group) for group in state_dict["param_groups"]]
@@ -265,7 +263,7 @@ class SparsityTarget:
         complete_state(list(self._groups()), self.target, self._end)
         if self.last_step >= self._begin:  # a schedule may have changed p, a user the rate
             zero_keeping_groups(optimizer, "SparsityTarget")
-        if optimizer in self._stepped:  # another optimizer of the list skipped the last step
+        if _has_stepped(optimizer):  # another optimizer of the list skipped the last step
             self._advance()
         # Without a pull, the measurement only finds out whether the step was finite.
         step = self.last_step + 1
@@ -289,15 +287,15 @@ class SparsityTarget:
             self._probes.skip_step(optimizer)
             return
         self._probes.after_step(optimizer, _steered_params(optimizer))
-        self._stepped.add(optimizer)
-        if len(self._stepped) == len(self.optimizers):
+        for group in optimizer.param_groups:
+            group["target_stepped"] = 1
+        if all(map(_has_stepped, self.optimizers)):
             self._advance()
 
     def _advance(self) -> None:
         """Count a step of all optimizers, and set the decay of the next one."""
-        self._stepped.clear()
         step = self.last_step + 1
-        self._save(target_step=step)
+        self._save(target_step=step, target_stepped=0)
         if not self._begin <= step <= self._end:
             return
         count_initial_zeros(self._groups())
@@ -405,6 +403,11 @@ class _Hooks(StepHooks):
 
     def before_load_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return self.target.complete_checkpoint(state_dict)
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer took the current step, and others of the list did not yet."""
+    return any(group.get("target_stepped") for group in optimizer.param_groups)
 
 
 def _steered_params(optimizer: Optimizer) -> Iterator[Tensor]:

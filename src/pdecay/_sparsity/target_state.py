@@ -7,6 +7,7 @@ them from another.
     group["target_step"]       the number of optimizer steps
     group["target_update"]     the running size of the optimizer's update of one weight
     group["target_magnitude"]  the mean magnitude of the nonzero weights
+    group["target_stepped"]    1 if this optimizer of a list took the current step and others did not
     group["target_initial"]    for each parameter, its zeros when it joined the ramp; -1 before
     group["target_means"]      for each parameter, the mean of |w|^update_power; 0 if unknown
 """
@@ -22,7 +23,7 @@ from pdecay._sparsity.pools import steered
 from pdecay._sparsity.ranking import count_zeros
 
 _SHARED = ("target_step", "target_update", "target_magnitude")
-_KEYS = ("target_sparsity", *_SHARED, "target_initial", "target_means")
+_KEYS = ("target_sparsity", *_SHARED, "target_stepped", "target_initial", "target_means")
 
 
 def complete_state(groups: list[Group], target: float, end: int) -> None:
@@ -61,6 +62,7 @@ def complete_state(groups: list[Group], target: float, end: int) -> None:
             initial = [-1] * len(group["params"])
             group.update(state, target_sparsity=target, target_initial=initial)
             group["target_means"] = [0.0] * len(group["params"])
+            group["target_stepped"] = 0
             group["decay_scale"] = 0.0
 
 
