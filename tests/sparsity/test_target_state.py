@@ -12,6 +12,7 @@ from torch import nn
 
 import pdecay
 from pdecay import Lp, PAdam, SparsityTarget, attach, doctor, freeze_zeros
+from pdecay._sparsity.freezing import HOLD
 from tests.sparsity.training import (
     STEPS,
     assert_equal,
@@ -303,6 +304,62 @@ class TestResume:
             one.load_state_dict(state)
         run(resumed, again, range(stop, STEPS))
         assert twin.last_step == target.last_step
+        assert_equal(resumed, model)
+
+    @pytest.mark.parametrize("options", [{}, {"rank": "magnitude"}])
+    def test_shorter_ramp_than_that_of_the_checkpoint_warns(self, options):
+        model = build()
+        optimizer = padam(model)
+        SparsityTarget(optimizer, 0.9, STEPS, **options)
+        train(model, optimizer, 30)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = padam(model)
+        SparsityTarget(optimizer, 0.9, 30, **options)
+        optimizer.load_state_dict(saved)
+        with pytest.warns(UserWarning, match=r"from step 30, after the end of this ramp, step 26"):
+            train(model, optimizer, 31, start=30)
+        assert optimizer.param_groups[0]["decay_scale"] == HOLD
+        train(model, optimizer, 33, start=31)  # warns once
+
+    @pytest.mark.parametrize("stop", [51, 53])  # the ramp ends at step 51
+    def test_finished_ramp_does_not_warn(self, stop):
+        model = build()
+        first = weights(model)[0]
+        optimizer = padam(model)
+        SparsityTarget(optimizer, 0.9, STEPS, per_layer={first: 0.5})
+        train(model, optimizer, stop)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(40, 40))]})
+        with pytest.warns(UserWarning, match="added after the end"):
+            train(model, optimizer, stop + 1, start=stop)
+        saved = copy.deepcopy(optimizer.state_dict())
+        again = padam(model)
+        first.requires_grad_(False)
+        again.add_param_group({"params": [nn.Parameter(torch.ones(40, 40))]})
+        again.load_state_dict(saved)
+        SparsityTarget(again, 0.9, STEPS, per_layer={first: 0.5})
+        train(model, again, stop + 3, start=stop + 1)
+
+    @pytest.mark.parametrize("stop", [2, 20, 51, 55])
+    def test_full_state_dict_with_a_scale_for_each_tensor_resumes_exactly(self, stop):
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_optimizer_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        options = StateDictOptions(full_state_dict=True)
+        model = build()
+        optimizer = padam(model)
+        SparsityTarget(optimizer, 0.9, STEPS, per_layer=True, rank="magnitude")
+        train(model, optimizer, stop)
+        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+        resumed = copy.deepcopy(model)
+        train(model, optimizer, start=stop)
+        again = padam(resumed)
+        SparsityTarget(again, 0.9, STEPS, per_layer=True, rank="magnitude")
+        resumed.zero_grad()
+        set_optimizer_state_dict(resumed, again, saved, options=options)
+        train(resumed, again, start=stop)
         assert_equal(resumed, model)
 
     @pytest.mark.parametrize("built_first", [True, False])

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,8 +64,14 @@ from pdecay._sparsity.probing import Probes
 from pdecay._sparsity.pull import scale_at
 from pdecay._sparsity.ranking import count_zeros, kth_magnitude, zero_smallest_
 from pdecay._sparsity.scaled_updates import ScaledUpdates
-from pdecay._sparsity.target_state import complete_state, count_initial_zeros, remove_state
+from pdecay._sparsity.target_state import (
+    complete_state,
+    count_initial_zeros,
+    remove_state,
+    result_of_ramp,
+)
 
+_TOLERANCE = 0.01  # a share of zeros that is lower by more than this misses the target
 _LAG = 0.1  # share of the ramp that a pulled weight has to shrink before it is set to zero
 _PULL: dict[Rank, float] = {"adaptive": 0.0, "magnitude": 1.0}
 
@@ -142,7 +148,7 @@ class SparsityTarget:
         self._begin, self._end, self._every = ramp_steps(start, end, total_steps)
         check_per_layer(per_layer, self._groups())
         self._probes = Probes()
-        self._warned = self._warned_of_non_finite = False
+        self._warned = self._warned_of_non_finite = self._ended = False
         if (
             self.pull
             and self._by_layer
@@ -161,6 +167,7 @@ class SparsityTarget:
         for pool in pools:
             pool.check(self.floor, continues=continues)
         complete_state(list(self._groups()), self.target, self._end)
+        self._list_scales()
         for hooks in self._hooks:
             hooks.register()
 
@@ -296,21 +303,56 @@ class SparsityTarget:
         """Count a step of all optimizers, and set the decay of the next one."""
         step = self.last_step + 1
         self._save(target_step=step, target_stepped=0)
+        if step > self._end and not self._ended:
+            self._check_end()
         if not self._begin <= step <= self._end:
             return
         count_initial_zeros(self._groups())
         finite = self._measure_update()
         if step == self._end:
+            self._ended = True
             self._updates.clear()
             self._zero_smallest(1.0)
-            hold_zeros(self.optimizers)
+            self._hold_zeros()
         elif finite and self._is_stage(step):
             lag = _LAG * (self._end - self._begin) if self.pull else 0
             self._zero_smallest(cubic_ramp(int(step - lag), self._begin, self._end))
             if self.pull:
                 self._set_scales(cubic_ramp(step, self._begin, self._end))
             else:
-                hold_zeros(self.optimizers)
+                self._hold_zeros()
+
+    def _hold_zeros(self) -> None:
+        """Keep the zeros, without decay of other weights."""
+        hold_zeros(self.optimizers)
+        self._list_scales()
+
+    def _list_scales(self) -> None:
+        """Give each tensor its own scale if a pull will, so that all checkpoints have one form.
+
+        A full state dict of torch.distributed.checkpoint cannot turn one number into a list.
+        """
+        if self.pull and self._by_layer:
+            for group in self._groups():
+                scale = group["decay_scale"]
+                if group.get("decay") and not isinstance(scale, list):
+                    group["decay_scale"] = [scale] * len(group["params"])
+
+    def _check_end(self) -> None:
+        """Warn if a checkpoint is from after the end of the ramp, but misses the target."""
+        self._ended = True
+        targets = self.per_layer if isinstance(self.per_layer, Mapping) else {}
+        zeros, asked, size = result_of_ramp(self._groups(), self.target, targets)
+        if size and zeros >= asked - _TOLERANCE * size:
+            return
+        self._hold_zeros()
+        warnings.warn(
+            f"SparsityTarget: the checkpoint is from step {self.last_step - 1}, after the end of "
+            f"this ramp, step {self._end}, but only {zeros} of its {size} weights are zero instead "
+            f"of {asked:.0f}: its ramp was longer. The target is not met; use at least the "
+            "total_steps of the first run",
+            stacklevel=2,
+        )
 
     def _is_stage(self, step: int) -> bool:
         """Check whether weights are ranked after this step."""

@@ -7,7 +7,7 @@ them from another.
     group["target_step"]       the number of optimizer steps
     group["target_update"]     the running size of the optimizer's update of one weight
     group["target_magnitude"]  the mean magnitude of the nonzero weights
-    group["target_stepped"]    1 if this optimizer of a list took the current step and others did not
+    group["target_stepped"]    1 if this optimizer of a list took the step that others still have to
     group["target_initial"]    for each parameter, its zeros when it joined the ramp; -1 before
     group["target_means"]      for each parameter, the mean of |w|^update_power; 0 if unknown
 """
@@ -15,9 +15,11 @@ them from another.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from pdecay._core.group_settings import Group
+from torch import Tensor
+
+from pdecay._core.group_settings import Group, decays
 from pdecay._sparsity.freezing import HOLD
 from pdecay._sparsity.pools import steered
 from pdecay._sparsity.ranking import count_zeros
@@ -74,6 +76,23 @@ def count_initial_zeros(groups: Iterable[Group]) -> None:
             if initial[i] < 0:
                 initial[i] = count_zeros([param])
         group["target_initial"] = initial
+
+
+def result_of_ramp(
+    groups: Iterable[Group], target: float, targets: Mapping[Tensor, float]
+) -> tuple[int, float, int]:
+    """Count the zeros of the weights that took part in the ramp, those asked for, and the weights.
+
+    Parameters that joined after the end do not count. `targets` has those with one of their own.
+    """
+    params = [
+        param
+        for group in groups
+        for param, initial in zip(group["params"], group["target_initial"], strict=False)
+        if initial >= 0 and decays(param, group)
+    ]
+    asked = sum(targets.get(param, target) * param.numel() for param in params)
+    return count_zeros(params), asked, sum(param.numel() for param in params)
 
 
 def remove_state(groups: Iterable[Group]) -> None:
