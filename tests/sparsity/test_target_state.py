@@ -339,6 +339,20 @@ class TestResume:
         SparsityTarget(again, 0.9, STEPS, per_layer={first: 0.5})
         train(model, again, stop + 3, start=stop + 1)
 
+    def test_state_that_a_distributed_checkpoint_did_not_load_is_reported(self):
+        model = build()
+        optimizer = padam(model)
+        SparsityTarget(optimizer, 0.9, STEPS)
+        train(model, optimizer, 20)
+        saved = copy.deepcopy(optimizer.state_dict())
+        for group in saved["param_groups"]:  # dcp.load reads the keys of the new optimizer only
+            for key in [key for key in group if key.startswith("target_")]:
+                del group[key]
+        optimizer = padam(model)
+        optimizer.load_state_dict(saved)
+        with pytest.warns(UserWarning, match="create the target before get_optimizer_state_dict"):
+            SparsityTarget(optimizer, 0.9, STEPS)
+
     @pytest.mark.parametrize("stop", [2, 20, 51, 55])
     def test_full_state_dict_with_a_scale_for_each_tensor_resumes_exactly(self, stop):
         from torch.distributed.checkpoint.state_dict import (

@@ -69,6 +69,7 @@ from pdecay._sparsity.target_state import (
     count_initial_zeros,
     remove_state,
     result_of_ramp,
+    warn_of_lost_state,
 )
 
 _TOLERANCE = 0.01  # a share of zeros that is lower by more than this misses the target
@@ -166,6 +167,7 @@ class SparsityTarget:
         continues = any(group.get("target_sparsity") == self.target for group in self._groups())
         for pool in pools:
             pool.check(self.floor, continues=continues)
+        warn_of_lost_state(self._groups())
         complete_state(list(self._groups()), self.target, self._end)
         self._list_scales()
         for hooks in self._hooks:

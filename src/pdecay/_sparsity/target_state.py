@@ -68,6 +68,20 @@ def complete_state(groups: list[Group], target: float, end: int) -> None:
             group["decay_scale"] = 0.0
 
 
+def warn_of_lost_state(groups: Iterable[Group]) -> None:
+    """Warn about an optimizer that holds zeros, as targets do, but has no state of a target."""
+    decayed = [group for group in groups if group.get("decay")]
+    if any("target_sparsity" in group for group in decayed):
+        return
+    if any(group["decay_scale"] == HOLD for group in decayed):
+        warnings.warn(
+            "the optimizer keeps zeros, but has no state of a SparsityTarget: the ramp starts at "
+            "step 0, and zeros may move until it begins. To resume a run with "
+            "torch.distributed.checkpoint, create the target before get_optimizer_state_dict",
+            stacklevel=3,
+        )
+
+
 def count_initial_zeros(groups: Iterable[Group]) -> None:
     """Count the zeros of the parameters that take part for the first time."""
     for group in groups:
