@@ -79,6 +79,14 @@ def test_vectors_and_zero_tensors_take_no_part():
     assert (last["zero"] != 0).all()
 
 
+@pytest.mark.parametrize(("size", "spared"), [(10, 5), (10, 0), (13, 25), (200, 33)])
+def test_tensors_that_take_no_part_do_not_change_the_count(size, spared):
+    params = {"w": jnp.arange(1.0, size + 1)[None], "zero": jnp.zeros((1, spared))}
+    tx = sparsity_target(0.7, 10, start=0, end=0.1)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    assert (params["w"] + updates["w"] == 0).sum() == round(0.7 * size)
+
+
 def test_ranking_equals_sorting_under_vmap():
     rng = np.random.default_rng(0)
     batch = jnp.asarray(

@@ -163,9 +163,12 @@ def _pruning(
 
         def prune() -> list[jax.Array]:
             size = sum(w.size for w in weights)
-            counts = jnp.array([round(share * size) for share in shares], jnp.int32)
+            counts = [round(share * size) for share in shares]
+            rests = [share * size - count for share, count in zip(shares, counts, strict=True)]
             spared = sum(w.size * ~part for w, part in zip(weights, takes_part, strict=True))
-            asked = counts[stage] - jnp.round(jnp.array(shares)[stage] * spared).astype(jnp.int32)
+            # The whole numbers are exact; the small rest makes it one rounding, not two.
+            fewer = jnp.round(jnp.array(shares)[stage] * spared - jnp.array(rests)[stage])
+            asked = jnp.array(counts, jnp.int32)[stage] - fewer.astype(jnp.int32)
             moved = [w + u for w, u in zip(weights, moves, strict=True)]
             zeros = [
                 zero | (new.astype(w.dtype) == 0)
