@@ -142,3 +142,17 @@ def test_lp_rejects_a_traced_lam_and_pairs_accept_it():
 def test_mask_must_be_a_tree_of_bool(mask):
     with pytest.raises(TypeError, match="mask must be a tree of bool or a function"):
         padam(0.1, mask=mask)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: with_p_norm_decay(tx, DECAY, SCHEDULE),
+        lambda tx: with_sparsity_target(tx, 0.5, 10),
+    ],
+    ids=["decay", "target"],
+)
+def test_wrappers_reject_schedule_free(around):
+    tx = optax.contrib.schedule_free_adamw(0.05)
+    with pytest.raises(ValueError, match="weights for evaluation are averages"):
+        around(tx).init(first_params())

@@ -175,13 +175,19 @@ def check_params(params: Tree | None, name: str) -> None:
 
 
 def check_order(state: Any, caller: str) -> None:
-    """Raise an error if a transformation with this state does not take every step."""
+    """Raise an error if a transformation with this state skips steps or evaluates averages."""
     wrappers = {optax.MultiStepsState: "MultiSteps", optax.ApplyIfFiniteState: "apply_if_finite"}
     for node in nodes_of(state, tuple(wrappers)):
         name = f"optax.{wrappers[type(node)]}"
         raise ValueError(
             f"the given tx contains {name}, which skips steps, but {caller} would act at every "
             f"call. Put {name} around {caller}(...)."
+        )
+    if nodes_of(state, (optax.contrib.ScheduleFreeState,)):
+        raise ValueError(
+            "the given tx contains optax.contrib.schedule_free, whose weights for evaluation are "
+            f"averages that are not zero where {caller} makes the trained weights zero. Use the "
+            "optimizer with a schedule instead."
         )
 
 

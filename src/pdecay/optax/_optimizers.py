@@ -42,8 +42,8 @@ def with_p_norm_decay(
         decay, learning_rate, mask, auxiliary: as in :func:`p_norm_decay`.
 
     Raises:
-        ValueError: from ``init``, if `tx` skips or delays steps, or if it has a schedule and
-            `learning_rate` is a constant.
+        ValueError: from ``init``, if `tx` skips or delays steps, contains
+            ``optax.contrib.schedule_free``, or has a schedule and `learning_rate` is a constant.
 
     Example:
         >>> schedule = optax.cosine_decay_schedule(1e-4, 1000)

@@ -94,7 +94,8 @@ def with_sparsity_target(
             leaves unchanged are pruned, too: exclude frozen tensors by the mask.
 
     Raises:
-        ValueError: from ``init``, if `tx` skips or delays steps.
+        ValueError: from ``init``, if `tx` skips or delays steps, or contains
+            ``optax.contrib.schedule_free``.
 
     Example:
         >>> tx = with_sparsity_target(optax.adam(1e-3), 0.9, total_steps=1000)
