@@ -26,6 +26,7 @@ from pdecay.optax._decay import (
     Tree,
     check_order,
     check_params,
+    check_transformation,
     has_nonzero,
     masked_to_weights,
 )
@@ -100,6 +101,9 @@ def with_sparsity_target(
     Example:
         >>> tx = with_sparsity_target(optax.adam(1e-3), 0.9, total_steps=1000)
     """
+    check_transformation(
+        tx, "an optax.GradientTransformation such as optax.adam(1e-3)", "with_sparsity_target"
+    )
     inner = optax.with_extra_args_support(tx)
     pruning = masked_to_weights(_pruning(target, total_steps, start, end, is_adaptive=True), mask)
 
