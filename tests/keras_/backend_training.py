@@ -170,6 +170,18 @@ def test_target_leaves_frozen_layers_alone(digits):
     assert pk.sparsity(model) == count / size
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="Keras on JAX cannot freeze layers during fit")
+def test_layers_may_be_frozen_between_accumulated_steps(digits):
+    class Freeze(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.layers[0].trainable = epoch != 1
+
+    model = compiled(pk.PAdam(1e-2, gradient_accumulation_steps=5))
+    fit(model, digits, 3, callbacks=[pk.SparsityTarget(0.6, total_steps=7), Freeze()])
+    count, size = zeros(model)
+    assert count == round(0.6 * size)
+
+
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras on torch runs one step per execution")
 def test_several_steps_per_execution_reach_the_target(digits):
     model = compiled(pk.PAdam(1e-2, decay=Lp(0.8, 1e-2)))

@@ -32,6 +32,8 @@ _LAG = 0.1  # share of the ramp that a weight has to shrink before it is set to 
 _SHARE_OF_UPDATE = {"below 1": 1.0, "from 1 on": 0.3}
 _PROBED_ROWS = 8  # rows of each variable that the size of the update is measured on
 
+Probes = dict[int, np.ndarray[Any, Any]]
+
 
 def sparsity(model: Any, threshold: float = 1e-13) -> float:
     """Return the share of the decayed weights with a magnitude below the threshold.
@@ -100,7 +102,7 @@ class SparsityTarget(SparsityLogger):
             check_count("total_steps", total_steps)
         self.target, self.total_steps, self.start, self.end = target, total_steps, start, end
         self._begin = self._end = self._every = self._step = 0
-        self._before: list[np.ndarray[Any, Any]] | None = None  # probed weights before the step
+        self._before: Probes | None = None  # weights before the step
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Place the ramp and switch the decay off until it starts."""
@@ -168,9 +170,7 @@ class SparsityTarget(SparsityLogger):
         stage = (step - self._begin) // self._every
         return last < self._begin or stage > (last - self._begin) // self._every
 
-    def _set_scale(
-        self, optimizer: PNormDecay, before: list[np.ndarray[Any, Any]] | None, steps: int
-    ) -> None:
+    def _set_scale(self, optimizer: PNormDecay, before: Probes | None, steps: int) -> None:
         """Set the scale at which a weight at tau shrinks at the given speed."""
         if not before:  # TensorFlow builds the optimizer in the first step
             return
@@ -213,16 +213,19 @@ def _magnitudes(optimizer: PNormDecay) -> np.ndarray[Any, Any]:
     return np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
 
 
-def _probes(optimizer: PNormDecay) -> list[np.ndarray[Any, Any]]:
-    """Return a few rows of each decayed variable."""
-    return [array[:: max(1, len(array) // _PROBED_ROWS)] for array in _decayed_arrays(optimizer)]
+def _probes(optimizer: PNormDecay) -> Probes:
+    """Return a few rows of each decayed variable, by the variable's id."""
+    arrays = zip(optimizer.decayed_variables, _decayed_arrays(optimizer), strict=True)
+    return {id(v): array[:: max(1, len(array) // _PROBED_ROWS)] for v, array in arrays}
 
 
-def _measure(
-    before: list[np.ndarray[Any, Any]], now: list[np.ndarray[Any, Any]], steps: int
-) -> tuple[float, float]:
+def _measure(before: Probes, now: Probes, steps: int) -> tuple[float, float]:
     """Return how far a step moves a nonzero weight, and the mean magnitude of these weights."""
-    old, new = (np.concatenate([a.ravel() for a in arrays]) for arrays in (before, now))
+    common = before.keys() & now.keys()  # others were frozen or unfrozen between the two
+    if not common:
+        return 0.0, 0.0
+    kept = [key for key in now if key in common]
+    old, new = (np.concatenate([arrays[key].ravel() for key in kept]) for arrays in (before, now))
     alive = new != 0
     if not alive.any():
         return 0.0, 0.0
