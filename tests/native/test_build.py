@@ -214,3 +214,33 @@ def test_openmp_runtime_in_a_folder_with_spaces():
     )
     assert build._runtime_in(maps) == "/my env/torch libs/libgomp-24e2.so.1"
     assert build._runtime_in(maps.splitlines()[0]) is None
+
+
+def test_compiler_without_float16(tmp_path):
+    """gcc before version 12 has none on x86. torch's own operations then update such weights."""
+    code = """
+    import torch
+    from pdecay import Lp, PAdam, attach
+    from pdecay._optim.kernels import native
+
+    weights = {}
+    settings = {"fused": {}, "foreach": {"foreach": True}, "plain": {"fused": False}}
+    for name, options in settings.items():
+        pair = [torch.nn.Parameter(torch.linspace(-1, 1, 64, dtype=dtype).view(8, 8))
+                for dtype in (torch.float16, torch.float32)]
+        optimizer = PAdam(pair, lr=0.1, eps=1e-3, decay=Lp(0.8, 0.1), **options)
+        sgd = torch.optim.SGD(pair, lr=0.1)
+        attach(sgd, Lp(0.8, 0.1), fused=options.get("fused"))
+        for weight in pair:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        sgd.step()
+        weights[name] = pair
+    assert native.available() is None
+    assert "float16" in native.why_not(weights["fused"][0])
+    for name in ("fused", "foreach"):
+        for one, other in zip(weights[name], weights["plain"]):
+            torch.testing.assert_close(one, other)
+    print("equal")
+    """
+    assert run(code, tmp_path, PDECAY_CFLAGS="-U__FLT16_MAX__") == "equal"

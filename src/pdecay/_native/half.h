@@ -1,4 +1,10 @@
-/* Conversion of bfloat16 and float16 blocks to float and back. Steps compute in float. */
+/* Conversion of bfloat16 and float16 blocks to float and back. Steps compute in float. Older compilers have no
+ * float16. */
+#ifdef __FLT16_MAX__
+enum { HAS_FLOAT16 = 1 };
+#else
+enum { HAS_FLOAT16 = 0 };
+#endif
 
 static void widen(int dtype, const void *from, float *to, int64_t n)
 {

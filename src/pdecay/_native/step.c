@@ -247,9 +247,7 @@ static int run(job job)
     const call *call = job.call;
     const int64_t tensors = call->tensors, terms = call->terms;
     if (call->dtype < FLOAT32 || call->dtype > FLOAT16) return BAD_DTYPE;
-#ifndef __FLT16_MAX__
-    if (call->dtype == FLOAT16) return BAD_DTYPE;
-#endif
+    if (call->dtype == FLOAT16 && !HAS_FLOAT16) return BAD_DTYPE;
     int64_t plans = 0;
     int64_t *plan_of = malloc((size_t)(tensors + 1) * sizeof *plan_of);
     double *scales = malloc((size_t)(tensors + 1) * sizeof *scales);
@@ -280,6 +278,8 @@ no_memory:
 }
 
 /* ---- the interface that native.py calls ---- */
+
+int pdecay_has_float16(void) { return HAS_FLOAT16; }
 
 /* `per_mean`: 1 / the mean of Adam's denominators for the decay in Adam's metric; 0 for the decay by magnitude. */
 int pdecay_adam(const call *call, void *const *steps, int double_steps, double lr, double beta1, double beta2,

@@ -19,7 +19,8 @@ static int dtype_of(const described *tensor)
     enum { DL_FLOAT = 2, DL_BFLOAT = 4 };
     if (tensor->kind == DL_BFLOAT && tensor->bits == 16) return BFLOAT16;
     if (tensor->kind != DL_FLOAT) return -1;
-    return tensor->bits == 32 ? FLOAT32 : tensor->bits == 64 ? FLOAT64 : tensor->bits == 16 ? FLOAT16 : -1;
+    if (tensor->bits == 16 && HAS_FLOAT16) return FLOAT16;
+    return tensor->bits == 32 ? FLOAT32 : tensor->bits == 64 ? FLOAT64 : -1;
 }
 
 /* The number of elements; -1 if they are not contiguous. */

@@ -81,6 +81,8 @@ def why_not(tensor: Tensor) -> str | None:
         return f"on device {tensor.device.type}"
     if tensor.dtype not in DTYPES:
         return f"of dtype {str(tensor.dtype).removeprefix('torch.')}"
+    if tensor.dtype == torch.float16 and available() is None and not _has_float16():
+        return "of dtype float16, which this C compiler does not have"
     if not is_plain(tensor) or not is_dense(tensor):
         return "not dense in memory"
     return None
@@ -89,7 +91,9 @@ def why_not(tensor: Tensor) -> str | None:
 def can_read(tensors: Tensors) -> bool:
     """Check quickly whether the kernel can read tensors as they are, each of any dtype of C's."""
     dtypes = {tensor.dtype for tensor in tensors}
-    return are_contiguous(tensors) and dtypes <= _DTYPE_SET and available() is None
+    if not are_contiguous(tensors) or not dtypes <= _DTYPE_SET or available() is not None:
+        return False
+    return torch.float16 not in dtypes or _has_float16()
 
 
 class Table(NamedTuple):
@@ -349,6 +353,11 @@ def c_library() -> ctypes.CDLL:
         function = getattr(library, f"pdecay_{name}")
         function.argtypes = [types[letter] for letter in arguments]
     return library
+
+
+@functools.cache
+def _has_float16() -> bool:
+    return bool(c_library().pdecay_has_float16())
 
 
 @functools.cache
