@@ -158,6 +158,14 @@ def test_reports_non_finite_and_half_precision_weights():
     assert "16-mixed" in finding.cure
 
 
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+def test_skips_weights_on_meta_and_sparse_ones(kind):
+    weight = torch.empty(4, 4, device="meta") if kind == "meta" else torch.eye(4).to_sparse()
+    model = nn.Module()
+    model.weight = nn.Parameter(weight)
+    assert doctor(model, PAdam(model.parameters())) == []
+
+
 def test_sorts_errors_first_and_gives_cures():
     model = small_model()
     model[0].weight.data[0, 0] = float("nan")

@@ -220,7 +220,12 @@ def _check_strength(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]
     halved = []
     for param, scale, group, penalty in _decaying(optimizer):
         lr = group.get("lr")
-        if lr is None or param.numel() == 0 or hasattr(param, "full_tensor"):
+        if (
+            lr is None
+            or not _is_countable(param)
+            or param.numel() == 0
+            or hasattr(param, "full_tensor")
+        ):
             continue
         values = magnitude(param.detach().flatten())
         alive = values[values > 0]
@@ -266,7 +271,7 @@ def _check_values(model: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
         if group.get("stochastic_rounding")
     }
     for param, name in _names(model).items():
-        if not param.is_meta and not bool(torch.isfinite(param).all()):
+        if _is_countable(param) and not bool(torch.isfinite(param).all()):
             non_finite.append(name)
         if param.requires_grad and param.dtype in names and param not in rounded:
             names[param.dtype].append(name)
@@ -303,6 +308,11 @@ def _decaying(optimizer: Optimizer) -> Iterator[tuple[Tensor, float, Group, Pena
         for i, param in enumerate(group["params"]):
             if any(param is other for other in decayed):
                 yield param, scale_of(param, i, group), group, penalty
+
+
+def _is_countable(param: Tensor) -> bool:
+    """Check that a tensor has values, and that torch can compare and select them."""
+    return param.layout == torch.strided and not param.is_meta
 
 
 def _is_weight_norm_direction(name: str, module: nn.Module) -> bool:
