@@ -57,6 +57,19 @@ def test_second_save_replaces_weights_of_the_other_kind(tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_save_warns_of_weights_that_transformers_would_load_instead(tmp_path):
+    make_model().save_pretrained(tmp_path, max_shard_size="20KB")
+    model = sparse_model()
+    with pytest.warns(
+        UserWarning, match=r"also has model.safetensors.index.json: transformers would"
+    ):
+        save_pretrained(model, tmp_path)
+    assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
+    save_pretrained(model, tmp_path, dense=True)  # found first
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(loaded), logits(model))
+
+
 def test_dense_folder_loads_in_transformers(tmp_path):
     model = sparse_model()
     save_pretrained(model, tmp_path, dense=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 import pdecay
+from pdecay._utils.user_warnings import warn_user
 from pdecay.deployment.files.container import (
     MAX_DIMENSIONS,
     Container,
@@ -24,6 +25,7 @@ from pdecay.deployment.files.container import (
 from pdecay.deployment.files.dtypes import BY_TORCH
 from pdecay.deployment.files.pretrained import (
     DENSE_WEIGHTS,
+    OTHER_WEIGHTS,
     SPARSE_WEIGHTS,
     is_pretrained_model,
     weights_in,
@@ -213,6 +215,12 @@ def _save_folder(
     report = save(state, folder / written, metadata=strings, dense=dense)
     (folder / other).unlink(missing_ok=True)  # weights of an earlier save
     write_config(model, folder, attributes)
+    older = [name for name in OTHER_WEIGHTS if (folder / name).exists()]
+    if older and not dense:
+        warn_user(
+            f"{folder} also has {' and '.join(older)}: transformers would load these weights, not "
+            "the sparse ones, without an error; delete the files, or save to another folder"
+        )
     return report
 
 

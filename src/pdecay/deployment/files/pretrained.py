@@ -27,6 +27,12 @@ from pdecay.deployment.layers.base import SparseLayer
 
 SPARSE_WEIGHTS = "model.pdecay.safetensors"
 DENSE_WEIGHTS = "model.safetensors"
+# What transformers loads from a folder without DENSE_WEIGHTS: its shards, and its older format.
+OTHER_WEIGHTS = (
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 CONFIG_KEY = "pdecay"
 
 Attributes = dict[str, dict[str, int]]  # by module name, the attributes that differ
