@@ -48,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
             before, after = CompactReport.of(smaller).parameters
             sys.stdout.write(f"compacted: {before:,} parameters -> {after:,}\n")
             sys.stdout.write(f"{onnx.export_onnx(smaller, args.onnx, example)}\n")
+        for file, dense in ((args.sparse, False), (args.dense, True)):
+            if file is not None:
+                written = save(model, file, dense=dense)
+                sys.stdout.write(f"{file}: {written.nbytes:,} bytes\n")
     except (DeploymentError, TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
-    for file, dense in ((args.sparse, False), (args.dense, True)):
-        if file is not None:
-            written = save(model, file, dense=dense)
-            sys.stdout.write(f"{file}: {written.nbytes:,} bytes\n")
     return 0

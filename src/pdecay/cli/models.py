@@ -85,11 +85,11 @@ def _of_run(folder: Path) -> tuple[nn.Module, Any]:
         raise UsageError(f"{folder} has no finished run of pdecay train: {RECORD} is missing")
     try:
         record = records.read_one(folder / RECORD)
-    except records.RecordError as error:
+        settings = record["settings"]
+        job = get_task(settings["task"], settings["scale"])
+        model = job.model(settings["seed"])
+    except (records.RecordError, ValueError) as error:  # such as a task of another version
         raise UsageError(f"{folder}: {error}") from None
-    settings = record["settings"]
-    job = get_task(settings["task"], settings["scale"])
-    model = job.model(settings["seed"])
     load_weights(model, folder / WEIGHTS)
     inputs, _ = job.batch(settings["seed"], 0)
     return model, inputs[:2]

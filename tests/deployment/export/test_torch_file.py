@@ -216,3 +216,26 @@ def test_branch_on_the_batch_size_is_never_wrong(tmp_path, doubles, rows):
         except AssertionError:  # refused by torch
             continue
         torch.testing.assert_close(found, model(other))
+
+
+def test_export_of_a_lazy_model_is_refused(run_cli, project):
+    (project / "lazy_model.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.LazyLinear(2), torch.randn(1, 3)\n"
+    )
+    shown = run_cli("export", "lazy_model:build", "--dense", "m.safetensors", code=2)
+    assert "'weight' is not initialised: run the model once" in shown
+    assert not (project / "m.safetensors").exists()
+
+
+def test_run_of_an_unknown_task_is_refused(run_cli, project):
+    from pdecay.lab.train import records
+
+    settings = {"task": "other", "scale": "cpu", "method": "padam", "seed": 0, "lr": 0.1}
+    settings |= {"steps": 1, "options": {}}
+    result = dict.fromkeys(("accuracy", "loss", "sparsity", "tradeoff", "total_sparsity"))
+    record = {"schema": 1, "id": records.run_id(settings), "settings": settings, "curve": []}
+    record |= {"result": {**result, "weights": 1, "layers": []}, "status": "diverged"}
+    (project / "run").mkdir()
+    records.write(project / "run" / "record.jsonl", [{**record, "environment": {}, "timing": {}}])
+    shown = run_cli("compact", "run", code=2)
+    assert "run: there is no task 'other'; choose from digits" in shown

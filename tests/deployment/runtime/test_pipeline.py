@@ -391,6 +391,10 @@ def test_invalid_models_are_rejected(clock):
         deploy(compiled, torch.randn(1, 2))
     with pytest.raises(TypeError, match="the model is compiled"):
         deploy(torch.jit.ScriptModule(), torch.randn(1, 2))
+    with torch.device("meta"):
+        empty = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="weight is on the meta device and has no values"):
+        deploy(empty, torch.randn(1, 2))
     sparse = nn.Linear(2, 2)
     sparse.register_buffer("graph", torch.eye(2).to_sparse())
     with pytest.raises(TypeError, match=r"graph is a torch.sparse_coo tensor: deploy needs plain"):

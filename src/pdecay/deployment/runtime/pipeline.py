@@ -237,6 +237,10 @@ def _check_deployable(model: object) -> None:
             "the original model"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise TypeError(
+                f"{name} is on the meta device and has no values: load or initialise it first"
+            )
         check_plain(name, tensor, "deploy", TypeError)
     report = getattr(model, "report", None)
     if isinstance(report, DeployReport):

@@ -129,9 +129,9 @@ def _print_result(console: Console, record: Record) -> None:
             f"trade-off (validation accuracy % + sparsity) {result['tradeoff']:.2f}",
         )
     timing = record["timing"]
-    times = timing["resumed"]
+    times = timing.get("resumed")
     resumed = f", resumed {times} time{'s' * (times > 1)}" if times else ""
-    say(console, f"{timing['seconds']:.0f} s of training{resumed}")
+    say(console, f"{_number(timing.get('seconds'), '.0f')} s of training{resumed}")
 
 
 def _print_files(console: Console, out: Path, names: Mapping[str, str]) -> None:
