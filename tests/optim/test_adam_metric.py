@@ -323,3 +323,15 @@ def test_group_without_decay_does_not_search_for_a_wrapper_at_each_step(monkeypa
             param.grad = torch.ones_like(param)
         optimizer.step()
     assert len(searched) == 1  # all objects of the process are looked at
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": False}, {"amsgrad": True}])
+@pytest.mark.parametrize("p", [0.5, 0.8, 1.0])
+def test_zeros_stay_zero_if_squared_gradients_overflow(options, p):
+    weight = torch.nn.Parameter(torch.tensor([0.0, 1.0, -2.0, 0.5]).repeat(5, 9))
+    optimizer = PAdam([weight], lr=0.01, decay=Lp(p, 0.1), metric="adaptive", **options)
+    for size in (0.1, 1e30, 0.1):  # the square of 1e30 is infinite in float32
+        weight.grad = torch.full_like(weight, size)
+        optimizer.step()
+    assert weight.isfinite().all()
+    assert (weight[:, ::4] == 0).all()

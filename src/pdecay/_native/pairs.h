@@ -69,12 +69,13 @@ INLINE pair exp2_of(pair z)     /* 0 <= z <= 1, error 2.9e-6 */
     return mul_add(y, z, both(1.0f));
 }
 
-/* y * 2^floor(x), up to `limit`. The exponent of 0 is -inf. min returns its second operand if one is NaN. */
+/* y * 2^floor(x), up to `limit`. The exponent of 0 is -inf. min returns its second operand if the first is NaN, so
+ * that the factor is never NaN: 0 times an infinite denominator is, although the weight stays 0. */
 INLINE pair scaled_power(const pair_power *term, pair y, pair_exponent exponent, pair w)
 {
     (void)w;
     y = (pair){ _mm512_scalef_ps(y.a, exponent.x.a), _mm512_scalef_ps(y.b, exponent.x.b) };
-    return (pair){ _mm512_min_ps(term->limit.a, y.a), _mm512_min_ps(term->limit.b, y.b) };
+    return (pair){ _mm512_min_ps(y.a, term->limit.a), _mm512_min_ps(y.b, term->limit.b) };
 }
 
 #else                           /* AVX2 */

@@ -28,6 +28,7 @@ from pdecay._core.tensors import is_tracing
 Streams = Sequence[list[Any]]
 
 _EVERY = 64  # steps between two means; the running mean of squared gradients has about 1000
+_LARGEST = torch.finfo(torch.float32).max  # a zero times an infinite denominator would be NaN
 
 
 def metric_mean(streams: Streams, group: Group, rate: float | Tensor) -> float | Tensor | None:
@@ -58,6 +59,7 @@ def metric_lengths(streams: Streams, group: Group, mean: float | Tensor) -> list
     scales = denominators(streams, group)
     torch._foreach_div_(scales, mean)
     torch._foreach_sqrt_(scales)
+    torch._foreach_clamp_max_(scales, _LARGEST)
     torch._foreach_mul_(scales, [_wide(param.abs()) for param in streams[0]])
     return scales
 
