@@ -98,7 +98,7 @@ def stochastically_rounded(values: Tensor, generator: torch.Generator) -> Tensor
 
 def _seed(step: int, index: int, i: int) -> int:
     """Return a seed for a tensor; torch uses 32 bits of it on the CPU."""
-    return (step * 0x9E3779B1 + index * 0x85EBCA6B + i * 0xC2B2AE35) % (1 << 32)
+    return (step + index * 0x85EBCA6B + i * 0xC2B2AE35) % (1 << 32)
 
 
 def _widened(tensor: Any) -> Any:

@@ -77,7 +77,8 @@ def is_readable(tensor: Tensor | None, weight: Tensor) -> bool:
     if tensor is None:
         return True
     if type(weight) not in PLAIN:
-        if hasattr(tensor, "placements") and tensor.placements != weight.placements:  # type: ignore[attr-defined]
+        placements = getattr(weight, "placements", None)
+        if getattr(tensor, "placements", placements) != placements:
             return False
         weight, tensor = local(weight), local(tensor)
     if type(tensor) not in PLAIN:
