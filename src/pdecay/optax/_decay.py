@@ -191,14 +191,6 @@ def check_order(state: Any, caller: str) -> None:
         )
 
 
-def check_transformation(tx: Any, expected: str, caller: str) -> None:
-    """Raise TypeError if this is not an optax.GradientTransformation."""
-    if not isinstance(tx, optax.GradientTransformation):
-        wraps = isinstance(tx, optax.MultiSteps)
-        advice = f" (wrap {caller} in it instead)" if wraps else ""
-        raise TypeError(f"tx must be {expected}, got {tx!r}{advice}")
-
-
 def nodes_of(state: Any, types: tuple[type, ...]) -> list[Any]:
     """Return the parts of a state that have one of the types."""
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, types))

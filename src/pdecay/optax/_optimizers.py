@@ -15,7 +15,6 @@ from pdecay.optax._decay import (
     Setting,
     Tree,
     check_order,
-    check_transformation,
     nodes_of,
     p_norm_decay,
 )
@@ -52,11 +51,12 @@ def with_p_norm_decay(
         >>> accumulated = optax.MultiSteps(tx, every_k_schedule=4)
     """
     inner = tx(learning_rate) if callable(tx) else tx
-    check_transformation(
-        inner,
-        "an optax.GradientTransformation or a function of the learning rate that returns one",
-        "with_p_norm_decay",
-    )
+    if not isinstance(inner, optax.GradientTransformation):
+        advice = " (wrap with_p_norm_decay in it instead)" if _is_multi_steps(inner) else ""
+        raise TypeError(
+            "tx must be an optax.GradientTransformation or a function of the learning rate that "
+            f"returns one, got {inner!r}{advice}"
+        )
     chain = optax.chain(inner, p_norm_decay(learning_rate, decay, mask, auxiliary=auxiliary))
 
     def init(params: Tree) -> Any:
@@ -123,3 +123,7 @@ def _check_constant_rate(state: Any) -> None:
             "the given tx has a schedule, but learning_rate is a constant. Pass the schedule; for "
             "a constant on purpose, pass a function of the step that returns it."
         )
+
+
+def _is_multi_steps(tx: object) -> bool:
+    return isinstance(tx, optax.MultiSteps)

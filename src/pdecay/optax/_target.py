@@ -26,7 +26,6 @@ from pdecay.optax._decay import (
     Tree,
     check_order,
     check_params,
-    check_transformation,
     has_nonzero,
     masked_to_weights,
 )
@@ -101,9 +100,11 @@ def with_sparsity_target(
     Example:
         >>> tx = with_sparsity_target(optax.adam(1e-3), 0.9, total_steps=1000)
     """
-    check_transformation(
-        tx, "an optax.GradientTransformation such as optax.adam(1e-3)", "with_sparsity_target"
-    )
+    # init rejects MultiSteps and says where it belongs
+    if not isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
+        raise TypeError(
+            f"tx must be an optax.GradientTransformation such as optax.adam(1e-3), got {tx!r}"
+        )
     inner = optax.with_extra_args_support(tx)
     pruning = masked_to_weights(_pruning(target, total_steps, start, end, is_adaptive=True), mask)
 
