@@ -89,7 +89,7 @@ def why_not(tensor: Tensor) -> str | None:
 
 
 def can_read(tensors: Tensors) -> bool:
-    """Check quickly whether the kernel can read tensors as they are, each of any dtype of C's."""
+    """Check quickly whether the kernel can read all tensors without a copy; dtypes may differ."""
     dtypes = {tensor.dtype for tensor in tensors}
     if not are_contiguous(tensors) or not dtypes <= _DTYPE_SET or available() is not None:
         return False

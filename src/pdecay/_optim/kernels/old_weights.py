@@ -23,7 +23,7 @@ from pdecay._optim.kernels import native
 from pdecay._optim.kernels.layout import are_plain
 
 _LINE = 64  # bytes; each copy starts with a new line of the cache
-_NO_LAYOUT: tuple[int, array[int]] = (-2, array("q"))  # differs from each that is read
+_NO_LAYOUT: tuple[int, array[int]] = (-2, array("q"))  # unequal to every layout that is read
 
 
 class OldWeights:

@@ -119,7 +119,7 @@ class _Compaction:
 
     def run(self) -> nn.Module:
         """Return the smaller model with its report."""
-        # Only copies run: the first call of a model may fill buffers and set a flag that it has.
+        # Run only copies: the first call of a model may fill buffers and set a flag for that.
         current = self._copy()
         expected = self._expected_outputs()
         has_new_layers = replace_attention(current)

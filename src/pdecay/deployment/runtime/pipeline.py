@@ -76,7 +76,7 @@ def deploy(
             code must take the same branches later. This is checked for one row, for twice the rows,
             and for half, one, one less and twice of each other size: a version whose outputs differ
             is not used, and the report says so.
-        seconds: the time for the whole call. Compaction and checks run the model about ten times,
+        seconds: the time for the whole call. Compaction and checks run the model dozens of times,
             however long that takes; at least 30 % of `seconds` remain for measurements, which time
             each layer and model at least once. Measurements end earlier if repetitions agree. If
             they still vary at the end, because other processes use the processor, the report says
