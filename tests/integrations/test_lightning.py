@@ -145,6 +145,30 @@ def test_freeze_and_prune(tmp_path):
     assert not ((weight != 0) & (weight.abs() < 1e-2)).any()
 
 
+def test_freeze_with_several_optimizers_counts_the_steps_of_one(tmp_path):
+    class TwoOptimizers(Module):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.scales = []
+
+        def configure_optimizers(self):
+            other = torch.optim.SGD([self.model[0].bias], lr=1e-3)
+            return loops.padam(self.model), other
+
+        def training_step(self, batch, index):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            for optimizer in self.optimizers():
+                optimizer.step()
+            self.scales.append(self.optimizers()[0].param_groups[0]["decay_scale"])
+
+    module = TwoOptimizers()
+    trainer_with(tmp_path, SparsityCallback(freeze=0.5)).fit(module)
+    assert sum(scale == 1 for scale in module.scales) == len(module.scales) // 2
+
+
 def test_errors_say_what_to_do(tmp_path):
     plain = Module(lambda model: torch.optim.SGD(model.parameters()))
     with pytest.raises(ValueError, match=r"exactly one optimizer that decays.*got 0 among: SGD"):

@@ -227,6 +227,32 @@ def test_settings_that_would_release_the_zeros_are_refused(change, message, step
     assert target.sparsity == before
 
 
+def test_learning_rate_function_that_turns_the_decay_off_is_refused():
+    model, rate = build(), [0.1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach(optimizer, Lp(0.8, 1), lr=lambda group: rate[0])
+    target = SparsityTarget(optimizer, 0.9, STEPS)
+    train(model, optimizer, target, 20)
+    before = target.sparsity
+    rate[0] = 0.0
+    with pytest.raises(ValueError, match="only the decay keeps zeros at zero"):
+        train(model, optimizer, target, 21, start=20)
+    assert target.sparsity == before
+    optimizer.param_groups[0]["lr"] = 0.0  # such a step moves no weight
+    train(model, optimizer, target, 21, start=20)
+    assert target.last_step == 21
+
+
+def test_parameters_that_were_replaced_are_missed_in_per_layer():
+    model = build()
+    optimizer = padam(model, Lp(0.8, 1))
+    target = SparsityTarget(optimizer, 0.9, STEPS, per_layer={model[0].weight: 0.5})
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())  # as sharding does
+    optimizer.param_groups[0]["params"][0] = model[0].weight
+    with pytest.raises(RuntimeError, match="create the target after it, with the new ones"):
+        train(model, optimizer, target)
+
+
 def test_existing_zeros_count():
     model = build()
     with torch.no_grad():

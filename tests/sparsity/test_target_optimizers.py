@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import pytorch_optimizer
 import torch
 from torch import nn
 
@@ -55,6 +56,25 @@ class TestWrappers:
         assert pdecay.LamSchedule(wrapper, [(0, 1.0)]).optimizer is wrapper.optimizer
         assert doctor(model, wrapper) == []
         assert pdecay.sparsity(model, optimizer=wrapper).layers[0].decayed
+
+    def test_wrapper_that_undoes_zeros_warns(self):
+        model = build()
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+        attach(inner, Lp(0.8, 1e-3))
+        SparsityTarget(inner, 0.9, STEPS)
+        with pytest.warns(UserWarning, match="that were zero are not zero any more") as caught:
+            train(model, pytorch_optimizer.Lookahead(inner, k=5))
+        assert len(caught) == 1
+
+    def test_zeros_that_are_lost_after_the_ramp_warn(self):
+        model = build()
+        optimizer = padam(model)
+        SparsityTarget(optimizer, 0.9, STEPS)
+        train(model, optimizer, STEPS - 5)
+        with torch.no_grad():
+            model[0].weight[:, 0] = 0.1
+        with pytest.warns(UserWarning, match=rf"before step {STEPS - 4}.*did not move them"):
+            train(model, optimizer, STEPS, start=STEPS - 5)
 
 
 class TestSeveralOptimizers:

@@ -339,11 +339,13 @@ class TestResume:
         SparsityTarget(again, 0.9, STEPS, per_layer={first: 0.5})
         train(model, again, stop + 3, start=stop + 1)
 
-    def test_state_that_a_distributed_checkpoint_did_not_load_is_reported(self):
+    @pytest.mark.parametrize("stop", [2, 20, END])
+    @pytest.mark.parametrize("rank", ["adaptive", "magnitude"])
+    def test_state_that_a_distributed_checkpoint_did_not_load_is_reported(self, rank, stop):
         model = build()
         optimizer = padam(model)
-        SparsityTarget(optimizer, 0.9, STEPS)
-        train(model, optimizer, 20)
+        SparsityTarget(optimizer, 0.9, STEPS, rank=rank)
+        train(model, optimizer, stop)
         saved = copy.deepcopy(optimizer.state_dict())
         for group in saved["param_groups"]:  # dcp.load reads the keys of the new optimizer only
             for key in [key for key in group if key.startswith("target_")]:
@@ -351,7 +353,7 @@ class TestResume:
         optimizer = padam(model)
         optimizer.load_state_dict(saved)
         with pytest.warns(UserWarning, match="create the target before get_optimizer_state_dict"):
-            SparsityTarget(optimizer, 0.9, STEPS)
+            SparsityTarget(optimizer, 0.9, STEPS, rank=rank)
 
     @pytest.mark.parametrize("stop", [2, 20, 51, 55])
     def test_full_state_dict_with_a_scale_for_each_tensor_resumes_exactly(self, stop):
@@ -561,7 +563,8 @@ class TestLifecycle:
         assert not optimizer._optimizer_step_post_hooks
         train(model, optimizer)
         assert zeros(weights(model)) == 0
-        SparsityTarget(optimizer, 0.95, STEPS)
+        with pytest.warns(UserWarning, match="the ramp starts at step 0"):
+            SparsityTarget(optimizer, 0.95, STEPS)
 
     def test_proximal_step_raises(self):
         optimizer = torch.optim.AdamW(build().parameters(), lr=1e-2)

@@ -107,7 +107,9 @@ def _check_rates(optimizer: Optimizer, caller: str) -> None:
         rate = group.get("decay_lr")
         if rate is None and attachment is not None:
             rate = attachment.lr
-        if rate == 0 and group.get("decay"):
+            if callable(rate):
+                rate = rate(group) if group.get("lr", 1) else None
+        if rate is not None and rate == 0 and group.get("decay"):
             raise ValueError(
                 f"{caller}: the decay's own learning rate (decay_lr, or lr of attach) is 0, and "
                 "only the decay keeps zeros at zero; use None, or a number above 0"

@@ -124,6 +124,14 @@ def make_pools(groups: Iterable[Group], target: float, per_layer: PerLayer) -> l
     own_targets = per_layer if isinstance(per_layer, Mapping) else {}
     pools = []
     rest = Pool([], target)
+    groups = list(groups)
+    known = {param for group in groups for param in group["params"]} if own_targets else {}
+    if missing := [tuple(param.shape) for param in own_targets if param not in known]:
+        raise RuntimeError(
+            f"per_layer of SparsityTarget has tensors, of shapes {missing}, that the optimizer "
+            "does not have any more. Code that shards a model replaces its parameters: create the "
+            "target after it, with the new ones"
+        )
     for group in groups:
         initial = group.get("target_initial", [])  # shorter if parameters were appended just now
         for i, param in steered(group):

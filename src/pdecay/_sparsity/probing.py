@@ -1,4 +1,4 @@
-"""Measurement of how far an optimizer's steps move the weights."""
+"""Measurements on some rows of each tensor: how far steps move the weights, and lost zeros."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from pdecay._sparsity.shards import Groups, global_index, groups_of, local_part, sum_over_ranks_
 
 _PROBED_ROWS = 8  # rows of each tensor that are measured
+_WATCHED_ROWS = 64  # rows of each tensor whose zeros are counted
 
 
 class Probes:
@@ -54,6 +55,37 @@ class Probes:
         numbers = [sum_over_ranks_(local, groups).tolist() for groups, local in sums.items()]
         squares, alive, magnitudes = map(sum, zip([0.0] * 3, *numbers, strict=True))
         return squares, alive, magnitudes
+
+
+class ZeroWatch:
+    """Zeros of this rank that were counted once, and must still be zero later.
+
+    The decay keeps zeros in the steps of its optimizer. Code that writes to the weights between
+    the steps, such as Lookahead, does not.
+    """
+
+    def __init__(self) -> None:
+        self._zeros: dict[Tensor, Tensor] = {}
+
+    def clear(self) -> None:
+        """Forget the counts."""
+        self._zeros.clear()
+
+    def count(self, params: Iterable[Tensor]) -> None:
+        """Count the zeros of these tensors."""
+        self._zeros = _count_zeros(params)
+
+    def count_lost(self, params: Iterable[Tensor]) -> int:
+        """Return how many zeros these tensors have lost since they were counted."""
+        now = _count_zeros(param for param in params if param in self._zeros)
+        lost = [(self._zeros[param] - zeros).clamp(min=0) for param, zeros in now.items()]
+        return int(sum(lost)) if lost else 0
+
+
+def _count_zeros(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    listed = list(params)
+    rows = (rows for rows, _ in sample_rows(listed, _WATCHED_ROWS))
+    return {param: (sample == 0).sum() for param, sample in zip(listed, rows, strict=True)}
 
 
 def sample_rows(params: Iterable[Tensor], count: int) -> Iterator[tuple[Tensor, Groups]]:

@@ -60,7 +60,7 @@ from pdecay._sparsity.pools import (
     make_pools,
     steered,
 )
-from pdecay._sparsity.probing import Probes
+from pdecay._sparsity.probing import Probes, ZeroWatch
 from pdecay._sparsity.pull import scale_at
 from pdecay._sparsity.ranking import count_zeros, kth_magnitude, zero_smallest_
 from pdecay._sparsity.scaled_updates import ScaledUpdates
@@ -88,7 +88,9 @@ class SparsityTarget:
     Args:
         optimizer: a PAdam, a PSGD, or any optimizer that ``pdecay.attach`` was called on, with
             some p < 2. Its lam only sets the relative strength of the terms of a sum. A list of
-            optimizers, for instance one for each parameter, is steered as one.
+            optimizers, for instance one for each parameter, is steered as one. If they step at
+            different frequencies, a run with a `pull` that resumes between two of their steps
+            differs slightly: a measurement is lost.
         target: the share of the decayed weights that must be exactly zero, above 0 and below 1.
             Weights that do not require a gradient are neither pruned nor counted.
         total_steps: the number of optimizer steps of the training.
@@ -149,7 +151,8 @@ class SparsityTarget:
         self._begin, self._end, self._every = ramp_steps(start, end, total_steps)
         check_per_layer(per_layer, self._groups())
         self._probes = Probes()
-        self._warned = self._warned_of_non_finite = self._ended = False
+        self._watch = ZeroWatch()
+        self._warned = self._warned_of_non_finite = self._warned_of_lost = self._ended = False
         if (
             self.pull
             and self._by_layer
@@ -167,7 +170,7 @@ class SparsityTarget:
         continues = any(group.get("target_sparsity") == self.target for group in self._groups())
         for pool in pools:
             pool.check(self.floor, continues=continues)
-        warn_of_lost_state(self._groups())
+        warn_of_lost_state(self.optimizers)
         complete_state(list(self._groups()), self.target, self._end)
         self._list_scales()
         for hooks in self._hooks:
@@ -254,6 +257,7 @@ class SparsityTarget:
     def complete_checkpoint(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of an optimizer's checkpoint that has a state of this target."""
         self._probes.clear()
+        self._watch.clear()
         self._updates.clear()
         groups = [dict(group) for group in state_dict["param_groups"]]
         complete_state(groups, self.target, self._end)
@@ -280,6 +284,8 @@ class SparsityTarget:
             # The first step after a stage has new means: the stage removed the smallest weights.
             refresh = (self.last_step - self._begin) % self._every == 0
             self._updates.before_step(optimizer, refresh=refresh)
+        if (step - self._begin) % self._every == 0:
+            self._check_zeros(optimizer)
         if self._is_stage(step) or (self.pull and self._begin <= step <= self._end):
             self._probes.before_step(optimizer, _steered_params(optimizer))
 
@@ -323,6 +329,9 @@ class SparsityTarget:
                 self._set_scales(cubic_ramp(step, self._begin, self._end))
             else:
                 self._hold_zeros()
+
+        if step == self._end or self._is_stage(step):
+            self._watch.count(param for one in self.optimizers for param in _steered_params(one))
 
     def _hold_zeros(self) -> None:
         """Keep the zeros, without decay of other weights."""
@@ -375,6 +384,19 @@ class SparsityTarget:
             target_magnitude=magnitudes / alive,
         )
         return True
+
+    def _check_zeros(self, optimizer: Optimizer) -> None:
+        """Warn if zeros of the last stage are lost: the steps themselves keep them."""
+        if self._warned_of_lost or not self._watch.count_lost(_steered_params(optimizer)):
+            return
+        self._warned_of_lost = True
+        warnings.warn(
+            f"SparsityTarget: weights that were zero are not zero any more before step "
+            f"{self.last_step + 1}, and the optimizer's own steps did not move them. Wrappers that "
+            "write to the weights, such as Lookahead, undo the zeros; so does loading a model "
+            "without the state of its optimizer",
+            stacklevel=2,
+        )
 
     def _warn_of_non_finite(self) -> None:
         if self._warned_of_non_finite:

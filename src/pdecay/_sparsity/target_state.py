@@ -18,8 +18,10 @@ import warnings
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from pdecay._core.group_settings import Group, decays
+from pdecay._optim.hooks import local_optimizer
 from pdecay._sparsity.freezing import HOLD
 from pdecay._sparsity.pools import steered
 from pdecay._sparsity.ranking import count_zeros
@@ -68,16 +70,19 @@ def complete_state(groups: list[Group], target: float, end: int) -> None:
             group["decay_scale"] = 0.0
 
 
-def warn_of_lost_state(groups: Iterable[Group]) -> None:
-    """Warn about an optimizer that holds zeros, as targets do, but has no state of a target."""
-    decayed = [group for group in groups if group.get("decay")]
+def warn_of_lost_state(optimizers: Iterable[Optimizer]) -> None:
+    """Warn about optimizers that decay as under a target, but have no state of one."""
+    used = [one for one in optimizers if local_optimizer(one).state]
+    decayed = [group for one in used for group in one.param_groups if group.get("decay")]
     if any("target_sparsity" in group for group in decayed):
         return
-    if any(group["decay_scale"] == HOLD for group in decayed):
+    scales = [group["decay_scale"] for group in decayed if group["decay_scale"] != 1]
+    if scales:
         warnings.warn(
-            "the optimizer keeps zeros, but has no state of a SparsityTarget: the ramp starts at "
-            "step 0, and zeros may move until it begins. To resume a run with "
-            "torch.distributed.checkpoint, create the target before get_optimizer_state_dict",
+            f"the optimizer has taken steps with decay_scale={scales[0]}, as under a "
+            "SparsityTarget, but has no state of one: the ramp starts at step 0, and zeros may "
+            "move until it begins. To resume a run with torch.distributed.checkpoint, create the "
+            "target before get_optimizer_state_dict",
             stacklevel=3,
         )
 

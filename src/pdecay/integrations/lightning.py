@@ -101,7 +101,8 @@ class SparsityCallback(Callback):
         """Freeze the zeros when it is time, and log every `every_n_steps` steps."""
         step = trainer.global_step
         if self._actions.freeze is not None:
-            self._actions.after_step(_decaying(trainer), step)
+            own = step // len(trainer.optimizers)  # the Trainer counts the steps of all optimizers
+            self._actions.after_step(_decaying(trainer), own)
         if self._every and step % self._every == 0 and step != self._logged_step:
             self._logged_step = step
             pl_module.log_dict(self._measure(trainer, pl_module), on_step=True, on_epoch=False)
