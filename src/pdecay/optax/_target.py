@@ -89,7 +89,8 @@ def with_sparsity_target(
 
     Args:
         tx: an optimizer, with or without decay. Wrappers that skip or delay steps, such as
-            ``optax.MultiSteps``, belong around the result.
+            ``optax.MultiSteps``, belong around the result. ``optax.lookahead`` around it undoes
+            the zeros, because it averages the weights of different steps.
         target, total_steps, start, end, mask: as in :func:`sparsity_target`. Weights that `tx`
             leaves unchanged are pruned, too: exclude frozen tensors by the mask.
 
