@@ -1,6 +1,6 @@
 """Write the numbers of docs/speed.md and README from the record of ``pdecay bench``.
 
-pdecay bench                                     # about 15 minutes on an idle machine
+PDECAY_DATA=../shared/data pdecay bench          # about 7 minutes on an idle machine
 cp pdecay-bench/bench.json benchmarks/records
 python benchmarks/speed_tables.py                # docs/_data/speed_*.md, README, the figure
 """
@@ -21,11 +21,18 @@ RECORD = RECORDS / "bench.json"
 FUSED_ADAMW, FOREACH_ADAMW = "AdamW fused", "AdamW foreach"
 SMALL = "MLP"  # has 0.05 M weights; all other models have at least 0.8 M
 
+PARTS = {"steps", "steps_with_avx2", "target", "growth", "training", "first_use_seconds"}
+
 Row = dict[str, Any]
 
 
 def main() -> None:
     record = json.loads(RECORD.read_text())
+    if missing := PARTS - record.keys():
+        raise SystemExit(
+            f"{RECORD} has no {', '.join(sorted(missing))}: run pdecay bench with all parts, and "
+            "with PDECAY_DATA set for the training"
+        )
     documents.write(tables(record), readme(record))
     costs = [Cost(**row) for row in record["steps"]]
     steps_report.draw(costs, ROOT / "docs" / "_static" / "bench.png")
