@@ -1,6 +1,6 @@
 """Write the numbers of docs/speed.md and README from the record of ``pdecay bench``.
 
-PDECAY_DATA=../shared/data pdecay bench          # about 7 minutes on an idle machine
+PDECAY_DATA=... pdecay bench                     # about 7 minutes on an idle machine
 cp pdecay-bench/bench.json benchmarks/records
 python benchmarks/speed_tables.py                # docs/_data/speed_*.md, README, the figure
 """
