@@ -10,7 +10,6 @@ each pass.
 from __future__ import annotations
 
 import ctypes
-import operator
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -38,9 +37,10 @@ class OldWeights:
 
     def copy(self, weights: list[Tensor]) -> bool:
         """Copy the weights; return False if C cannot read them."""
-        known = self._weights
-        same = known and len(known) == len(weights) and all(map(operator.is_, known, weights))
-        if not same:
+        # Forgotten weights may be gone, and others in their place: all but `_objects` is read anew.
+        if array("Q", map(id, weights)) == self._objects:
+            self._weights[:] = weights
+        else:
             self._set_weights(weights)
         dtype = self._read()
         if dtype < 0:
@@ -99,10 +99,10 @@ class OldWeights:
 
     def forget(self, keep: int) -> None:
         """Drop the weights, and the memory of the copies if it has more than `keep` bytes."""
-        self._weights.clear()  # the next copy() replaces the arrays as well
-        self._layout = _NO_LAYOUT
+        self._weights.clear()
         if self._memory.numel() > keep:
             self._memory = self._memory.new_empty(0)
+            self._layout = _NO_LAYOUT
 
     def _set_weights(self, weights: list[Tensor]) -> None:
         count = len(weights)
