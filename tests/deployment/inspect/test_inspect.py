@@ -79,6 +79,21 @@ def test_counts_match_pdecay_sparsity(tmp_path, kind):
         assert all(layer.nbytes == saved[name].nbytes for name, layer in found.items())
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_header_length_that_looks_like_a_pickle(tmp_path, dense):
+    """A safetensors file starts with the length of its header, a pickle with 0x80 and 0x02."""
+    model, path = network(), tmp_path / "file"
+    save(model, path, dense=dense)
+    data = path.read_bytes()
+    old = int.from_bytes(data[:8], "little")
+    new = old + (0x280 - old) % 0x10000  # spaces may follow the header
+    path.write_bytes(new.to_bytes(8, "little") + data[8 : 8 + old].ljust(new) + data[8 + old :])
+    assert path.read_bytes()[:2] == b"\x80\x02"
+    report = inspect(path)
+    assert report.kind == ("safetensors file" if dense else "pdecay sparse file")
+    assert report.sparsity == pytest.approx(pdecay.sparsity(model).total)
+
+
 def test_threshold_and_non_finite_values(tmp_path):
     weight = torch.ones(4, 5)
     weight[0] = 1e-15

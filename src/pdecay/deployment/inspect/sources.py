@@ -33,7 +33,9 @@ from pdecay.deployment.files.table import EXPANSION, Row
 
 # Usual keys of the model's state dict in a checkpoint.
 _USUAL_KEYS = ("state_dict", "model_state_dict", "model", "module")
-_ARCHIVE, _OLD_PICKLE = b"PK", b"\x80\x02"  # the first bytes of torch.save files
+# The first bytes of torch.save files. Two bytes are too few: a safetensors file starts with the
+# length of its header, which may be 0x280.
+_ARCHIVE, _OLD_PICKLE = b"PK\x03\x04", b"\x80\x02\x8a\n"
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")  # terminal codes in torch's error messages
 
 
@@ -172,7 +174,7 @@ def _checking_sparse_tensors() -> Iterator[None]:
 
 def _first_bytes(path: str | os.PathLike[str]) -> bytes:
     with open(path, "rb") as file:
-        return file.read(2)
+        return file.read(len(_ARCHIVE))
 
 
 def _check_archive(path: str | os.PathLike[str]) -> None:
