@@ -71,10 +71,42 @@ def test_sparse_layers_keep_their_names_and_relus(clock, tmp_path):
     mostly_zero(model[3])
     pdecay.save(pdecay.deploy(model, x), tmp_path / "model.safetensors")
     loaded = pdecay.load(tmp_path / "model.safetensors", max_bytes=10**8)
-    layers = dict(loaded.graph.named_modules())
+    layers = dict(loaded.program.model.named_modules())
     assert isinstance(layers["0"], SparseConv2d)
     assert layers["0"].relu
     assert isinstance(layers["3"], SparseLinear)
+
+
+@pytest.mark.parametrize("name", ["graph", "meta", "code", "recompile", "input_0"])
+@pytest.mark.parametrize("kind", ["module", "buffer"])
+def test_names_of_attributes_of_a_graph_module(tmp_path, name, kind):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            if kind == "module":
+                self.add_module(name, nn.Linear(4, 4))
+            else:
+                self.register_buffer(name, torch.randn(4))
+
+        def forward(self, x):
+            part = getattr(self, name)
+            return part(x) if kind == "module" else part * x
+
+    model, x = Model().eval(), torch.randn(3, 4)
+    pdecay.save(model, tmp_path / "model.safetensors", example_inputs=x)
+    loaded = pdecay.load(tmp_path / "model.safetensors")
+    torch.testing.assert_close(loaded(x[:2]), model(x[:2]))
+
+
+def test_loaded_model_can_be_saved_and_exported_again(tmp_path):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(3, 4)
+    pdecay.save(model, tmp_path / "model.safetensors", example_inputs=x)
+    loaded = pdecay.load(tmp_path / "model.safetensors")
+    pdecay.save(loaded, tmp_path / "again.safetensors", example_inputs=x)
+    again = pdecay.load(tmp_path / "again.safetensors")
+    torch.testing.assert_close(again(x[:2]), model(x[:2]))
+    exported = torch.export.export(loaded, (x,)).module()
+    torch.testing.assert_close(exported(x), model(x))
 
 
 class Nested(nn.Module):

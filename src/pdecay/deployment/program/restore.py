@@ -22,6 +22,9 @@ from pdecay.deployment.program.structure import Structure, assemble, check_struc
 # Errors of a damaged program, besides ValueError.
 _ERRORS = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, SyntaxError)
 _NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
+# The child of the graph module that has the model's tensors and modules. Their names may be the
+# same as those of the graph module's attributes, such as "graph" and "meta", and arguments.
+_MODEL = "model"
 
 
 class SavedModel(nn.Module):
@@ -31,7 +34,7 @@ class SavedModel(nn.Module):
     with: positional arguments stay positional. It is for inference only.
 
     Args:
-        graph: the graph, whose inputs and outputs are flat lists of tensors.
+        program: the graph, whose inputs and outputs are flat lists of tensors.
         inputs, outputs: the structure of the arguments and of the result.
         free_batch: whether the first axis of the inputs may have any size.
         sizes: the sizes of the inputs; None in files of older versions.
@@ -39,14 +42,14 @@ class SavedModel(nn.Module):
 
     def __init__(
         self,
-        graph: fx.GraphModule,
+        program: fx.GraphModule,
         inputs: Structure,
         outputs: Structure,
         free_batch: bool,
         sizes: Sizes | None,
     ) -> None:
         super().__init__()
-        self.graph = graph
+        self.program = program  # torch.export cannot export a child named "graph"
         self.inputs, self.outputs = inputs, outputs
         self.free_batch = free_batch
         self.sizes = sizes
@@ -60,7 +63,7 @@ class SavedModel(nn.Module):
         given = [tensors[i] for i in range(len(tensors))]
         if self.sizes is not None:
             check_sizes(self.sizes, given)
-        return assemble(self.outputs, self.graph(*given))
+        return assemble(self.outputs, self.program(*given))
 
 
 def restore(program: bytes, tensors: Mapping[str, Tensor], max_bytes: int) -> SavedModel:
@@ -147,9 +150,9 @@ class _Builder:
         # torch.fx writes names into the source code of the forward.
         if not _NAME.fullmatch(name):
             raise ValueError(f"a tensor of a program has the invalid name {name[:100]!r}")
-        tensor = self.tensors[name]
-        self._put(name, lambda parent, last: parent.register_buffer(last, tensor))
-        node = self.graph.get_attr(name)
+        tensor, path = self.tensors[name], f"{_MODEL}.{name}"
+        self._put(path, lambda parent, last: parent.register_buffer(last, tensor))
+        node = self.graph.get_attr(path)
         self.names[node] = name
         return node
 
@@ -169,7 +172,7 @@ class _Builder:
 
     def _sparse_call(self, target: str, args: Any, kwargs: dict[str, Any]) -> fx.Node:
         x, more, weight, bias, options = decode(args, self.values)
-        path = self.names[weight].rpartition(".")[0] or "layer"
+        path = f"{_MODEL}.{self.names[weight].rpartition('.')[0] or 'layer'}"
         if path not in self.sparse:
             self.sparse.add(path)
             tensor = None if bias is None else self.tensors[self.names[bias]]
