@@ -59,6 +59,17 @@ def test_keyword_arguments_and_nested_outputs_restore_modes(tmp_path):
     assert logging.getLogger("torch.onnx").level == level
 
 
+def test_half_precision_allows_its_rounding_errors(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).half()
+    x = torch.randn(4, 64).half()
+    written = export_onnx(model, tmp_path / "model.onnx", x)
+    assert 1e-4 < written.difference < 8e-3
+    monkeypatch.setattr(onnx, "difference", lambda expected, got: 0.01)
+    with pytest.raises(ExportError, match=r"differ by 1.0e-02 .* more than 0.0078125"):
+        export_onnx(model, tmp_path / "model.onnx", x)
+
+
 def test_file_contains_no_source_paths(tmp_path):
     export_onnx(nn.Linear(3, 2), tmp_path / "model.onnx", torch.randn(1, 3))
     content = (tmp_path / "model.onnx").read_bytes()

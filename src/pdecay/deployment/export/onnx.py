@@ -72,7 +72,8 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
         FileNotFoundError: if the folder does not exist.
         ModuleNotFoundError: if a package of the extra ``onnx`` is not installed.
         ExportError: if the export fails, or if outputs differ by more than 1e-4 of the largest
-            element. Nothing is written then.
+            element, or by more than eight rounding errors in half precision. Nothing is written
+            then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"export_onnx needs a torch.nn.Module, got {type(model).__name__}")
@@ -122,12 +123,19 @@ def _write(model: nn.Module, path: Path, inputs: Inputs, free: Free) -> tuple[Pr
         for other in inputs.other_batches() if program.free_batch else ():
             with contextlib.suppress(_ModelError):
                 worst = max(worst, _difference(model, other, path))
-    if worst > TOLERANCE:
+    tolerance = max(TOLERANCE, 8 * _rounding(model))
+    if worst > tolerance:
         raise ExportError(
             f"the outputs of ONNX Runtime and torch differ by {worst:.1e} of the largest "
-            f"element, more than {TOLERANCE:g}: nothing was written"
+            f"element, more than {tolerance:g}: nothing was written"
         )
     return program, worst
+
+
+def _rounding(model: nn.Module) -> float:
+    """Return the rounding error of the model's least precise parameters."""
+    dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def check_installed() -> None:
