@@ -157,3 +157,23 @@ def test_calls_that_need_the_removed_heads_raise():
         smaller(x, need_weights=True)
     with pytest.raises(ValueError, match=r"4 matrices.*1 rows of 2 heads"):
         smaller(x, mask=torch.zeros(4, 5, 5))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("in_example", [True, False])
+def test_encoder_that_nests_padded_sequences(in_example):
+    torch.manual_seed(0)
+    heads = 4  # torch nests only for an even number
+    layer = nn.TransformerEncoderLayer(WIDTH, heads, 24, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    for one in model.layers:
+        one.self_attn.out_proj.weight.data[:, :3] = 0
+    x, padding = torch.randn(BATCH, LENGTH, WIDTH), torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    padding[1, 3:] = padding[2, 1:] = True
+    masked = {"src_key_padding_mask": padding}
+    smaller = compact(model, ((x,), masked if in_example else {}))
+    assert smaller.layers[0].self_attn.num_heads == heads - 1
+    with torch.inference_mode():
+        expected = model(x, **masked)
+        assert (expected[padding] == 0).all()  # torch's fast path, which nests the sequences
+        torch.testing.assert_close(smaller(x, **masked), expected)

@@ -467,3 +467,20 @@ def test_checks_of_other_batch_sizes_keep_no_plans():
     deployed = deploy(model, torch.randn(1, 512))
     layers = [layer for layer in deployed.modules() if isinstance(layer, SparseLinear)]
     assert all(len(layer._calls) == 1 for layer in layers)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("in_example", [True, False])
+@pytest.mark.parametrize("dead_heads", [True, False])
+def test_encoder_that_nests_padded_sequences(clock, in_example, dead_heads):
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    if dead_heads:
+        for one in model.layers:
+            one.self_attn.out_proj.weight.data[:, :4] = 0
+    x, padding = torch.randn(3, 6, 16), torch.zeros(3, 6, dtype=torch.bool)
+    padding[1, 3:] = True
+    masked = {"src_key_padding_mask": padding}
+    deployed = deploy(model, ((x,), masked if in_example else {}), choose="sparse")
+    with torch.inference_mode():
+        torch.testing.assert_close(deployed(x, **masked), model(x, **masked))

@@ -59,6 +59,8 @@ class MultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the same as ``nn.MultiheadAttention``: the output, and the weights or None."""
+        if query.is_nested:
+            return self._attend_nested(query, attn_mask), None
         if is_causal and attn_mask is None:
             raise ValueError("is_causal is only a hint about attn_mask: give attn_mask as well")
         if need_weights and self.num_heads < self._heads_before:
@@ -91,6 +93,18 @@ class MultiheadAttention(nn.Module):
         if not batched:
             return out.squeeze(0), weights
         return (out.transpose(0, 1) if swapped else out), weights
+
+    def _attend_nested(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Compute self-attention of sequences of different lengths.
+
+        ``nn.TransformerEncoder`` makes a nested tensor of a padded one in eval mode.
+        """
+        padded = x.to_padded_tensor(0.0)
+        lengths = torch.tensor([len(one) for one in x.unbind()], device=padded.device)
+        shown = torch.arange(padded.shape[1], device=padded.device) < lengths.unsqueeze(1)
+        out, _ = self(padded, padded, padded, ~shown, need_weights=False, attn_mask=mask)
+        nested: Tensor = torch._nested_tensor_from_mask(out, shown)
+        return nested
 
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, batched: bool, swapped: bool

@@ -50,10 +50,10 @@ def available() -> str | None:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Return whether operations on a tensor are recorded or transformed.
+    """Return whether operations on a tensor are recorded or transformed, or the tensor is nested.
 
     The kernel accesses raw memory, which tracers cannot see, so it must not run then. A proxy of
-    ``torch.fx`` is no tensor at all.
+    ``torch.fx`` is no tensor at all. A nested tensor has no shape.
     """
     return (
         is_tracing()
@@ -62,6 +62,7 @@ def is_traced(x: Tensor) -> bool:
             type(x) is not Tensor
             and getattr(type(x), "__torch_dispatch__", None) is not _disabled_torch_dispatch_impl
         )
+        or x.is_nested
     )
 
 

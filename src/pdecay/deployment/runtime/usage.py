@@ -80,11 +80,12 @@ def observe_usage(model: nn.Module, inputs: Inputs) -> Usage:
 
 @torch.inference_mode()
 def record_calls(model: nn.Module, inputs: Inputs) -> dict[nn.Module, list[InputSpec | None]]:
-    """Return the inputs of each module's calls; None if an input is not a single tensor."""
+    """Return the inputs of each module's calls; None if an input is not a single plain tensor."""
     calls: dict[nn.Module, list[InputSpec | None]] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...]) -> None:
-        single = len(args) == 1 and isinstance(args[0], Tensor)
+        # nn.TransformerEncoder makes a nested tensor of a padded one, which has no shape.
+        single = len(args) == 1 and isinstance(args[0], Tensor) and not args[0].is_nested
         calls.setdefault(module, []).append(InputSpec.of(args[0]) if single else None)
 
     with _on_each_call(model, record):
