@@ -379,3 +379,25 @@ def test_example_that_hides_other_values_of_a_shuffle():
     smaller = compact(model, torch.randn(3, 2, 5))  # unit 3 is zero for small inputs
     x = 1000 * torch.randn(3, 2, 5)
     torch.testing.assert_close(smaller(x), model(x))
+
+
+def test_expert_without_tokens_on_the_example():
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        x = self.trunk(x).relu()
+        mixed = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, which = torch.where(chosen == number)
+            mixed.index_add_(0, rows, expert(x[rows]) * weights[rows, which, None])
+        return self.head(mixed)
+
+    experts = nn.ModuleList(
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(4)
+    )
+    layers = {"trunk": nn.Linear(5, 6), "router": nn.Linear(5, 4), "head": nn.Linear(6, 2)}
+    model = Model(forward, experts=experts, **layers)
+    for expert in experts:
+        expert[2].weight.data[:, :3] = 0
+    smaller = compacted(model, torch.randn(1, 5), also=[(torch.randn(50, 5),)])
+    widths = sorted(expert[0].out_features for expert in smaller.experts)
+    assert widths == [5, 5, 8, 8]  # the example says nothing about two of them

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from pdecay.deployment.compact.rules.base import Consumer, Factory, Opaque, Rule
+from pdecay.deployment.compact.rules.base import Consumer, Empty, Factory, Opaque, Rule
 from pdecay.deployment.compact.rules.elementwise import Elementwise, Like, Product
 from pdecay.deployment.compact.rules.lookups import Bags, Lookup
 from pdecay.deployment.compact.rules.mixing import (
@@ -27,6 +27,7 @@ from pdecay.deployment.compact.trace import Call
 __all__ = ["OPAQUE", "Consumer", "Rule", "rule_for"]
 
 OPAQUE = Opaque()
+_EMPTY = Empty()
 _FACTORY = Factory()
 _ELEMENTWISE = Elementwise()
 
@@ -76,8 +77,20 @@ def rule_for(call: Call) -> Rule:
         return OPAQUE
     if not call.ins:
         return _FACTORY
+    if _has_no_elements(call):
+        return _EMPTY
     if call.op.namespace == "aten" and call.name in _BY_NAME:
         return _BY_NAME[call.name]
     if torch.Tag.pointwise in call.op.tags:
         return _ELEMENTWISE
     return OPAQUE
+
+
+def _has_no_elements(call: Call) -> bool:
+    """Return whether a tensor has no elements, except where a rule can move or join it."""
+    rule = _BY_NAME.get(call.name)
+    ins, outs = ([value.tensor.numel() == 0 for value in each] for each in (call.ins, call.outs))
+    if isinstance(rule, Move):
+        return any(outs) and not all(ins)
+    # Further outputs, such as the statistics of a norm in eval mode, may be empty in any case.
+    return not isinstance(rule, Join | Like | Factory) and any((*ins, *outs[:1]))

@@ -74,8 +74,10 @@ class Rule(ABC):
 class Opaque(Rule):
     """An unknown operation: every output element may depend on every input element."""
 
+    why = "is an operation that compact does not know"
+
     def label(self, call: Call, units: Units) -> None:
-        reason = f"{call} is an operation that compact does not know"
+        reason = f"{call} {self.why}"
         keep_all(call.ins, units, reason)
         if call.in_place:
             keep_all(call.outs, units, reason)
@@ -95,6 +97,22 @@ class Opaque(Rule):
         live = call.in_place or is_number or any(bool(out.live.any()) for out in call.outs)
         for value in call.ins:
             value.mark_live(live)
+
+
+class Empty(Opaque):
+    """An operation on no elements, such as an expert that the example routes no token to.
+
+    Other inputs have elements there, of which the example says nothing.
+    """
+
+    why = "has no elements on the example"
+
+    def mark_varying(self, call: Call) -> None:
+        fill_all(call.outs, True)
+
+    def mark_live(self, call: Call) -> None:
+        for value in call.ins:
+            value.mark_live(True)
 
 
 class Factory(Opaque):
