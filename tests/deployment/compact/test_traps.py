@@ -153,6 +153,19 @@ def test_hard_coded_size_keeps_units():
     assert "the code of the model (Model) needs this size" in reasons(smaller)["body.weight"]
 
 
+def test_attribute_with_an_equal_number_keeps_its_value():
+    def forward(self, x):
+        x = x[:, : self.longest]
+        parts = self.body(x).split([self.first, self.second], -1)
+        return self.head(parts[0] * parts[1])
+
+    model = Model(forward, body=nn.Linear(3, 12), head=nn.Linear(6, 2))
+    model.first = model.second = model.longest = 6
+    model.head.weight.data[:, 2] = 0
+    smaller = compacted(model, torch.randn(4, 2, 3), also=[(torch.randn(4, 6, 3),)])
+    assert (smaller.first, smaller.second, smaller.longest) == (5, 5, 6)
+
+
 def test_uninitialized_memory_is_not_compared():
     model = Model(lambda self, x: self.layer(torch.empty_like(x).copy_(x)), layer=nn.Linear(3, 2))
     inputs = Inputs.of(torch.randn(4, 3))

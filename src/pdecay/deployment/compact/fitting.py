@@ -82,9 +82,19 @@ class Fitting:
             attributes = {**self.attributes, **candidates}
             if attributes != self.attributes:
                 attempt = self._attempt(attributes)
-                if attempt.mismatch is None or attempt.mismatch > mismatch:
-                    return attempt
+                if _is_later(attempt.mismatch, mismatch):
+                    return self._without_needless(attempt, candidates)
         return None
+
+    def _without_needless(self, attempt: _Attempt, candidates: Attributes) -> _Attempt:
+        """Leave out attributes that do not help: they hold an equal number of something else."""
+        names = dict.fromkeys(name for _, name in candidates)
+        for name in names if len(names) > 1 else ():
+            fewer = {key: size for key, size in candidates.items() if key[1] != name}
+            simpler = self._attempt({**self.attributes, **fewer})
+            if not _is_later(attempt.mismatch, simpler.mismatch):
+                attempt, candidates = simpler, fewer
+        return attempt
 
     def _candidates(self, mismatch: int) -> Iterator[Attributes]:
         """Yield attributes that hold a size which has changed: one name at a time, then all.
@@ -144,6 +154,10 @@ class Fitting:
             if keep:
                 units.keep(keep, f"the code of {module or 'the model'} ({kind}) {reason}")
                 return
+
+
+def _is_later(mismatch: int | None, other: int | None) -> bool:
+    return other is not None and (mismatch is None or mismatch > other)
 
 
 @torch.no_grad()
