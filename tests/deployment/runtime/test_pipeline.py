@@ -469,6 +469,25 @@ def test_checks_of_other_batch_sizes_keep_no_plans():
     assert all(len(layer._calls) == 1 for layer in layers)
 
 
+def test_layers_with_two_names(clock):
+    class TwoNames(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = self.old_first = nn.Linear(8, 16)
+            self.norm = self.old_norm = nn.BatchNorm1d(16)
+            self.relu = self.old_relu = nn.ReLU()
+
+        def forward(self, x):
+            return self.old_relu(self.old_norm(self.old_first(x)))
+
+    x = torch.randn(5, 8)
+    model = with_batch_statistics(mostly_zero(TwoNames()), x)
+    deployed = deploy(model, x)
+    assert deployed.report.chosen == "sparse"
+    assert deployed.first is deployed.old_first
+    assert_same(deployed, model, x)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("in_example", [True, False])
 @pytest.mark.parametrize("dead_heads", [True, False])

@@ -125,7 +125,8 @@ def with_sparse_layers(
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """Replace modules wherever they occur; return the model, which may itself be replaced."""
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        # named_children would skip a second name of the same module.
+        for name, child in list(parent._modules.items()):
             if child in new:
                 setattr(parent, name, new[child])
     return new.get(model, model)
