@@ -241,6 +241,20 @@ class MayBeNone(Block):
         return y if mask is None else y * mask
 
 
+class OptionalKey(Block):
+    def forward(self, batch):
+        y = functional.relu(self.first(batch["x"]))
+        mask = batch.get("mask")
+        return y if mask is None else y * mask
+
+
+class OptionalPart(Block):
+    def forward(self, parts):
+        x, mask = parts
+        y = functional.relu(self.first(x))
+        return y * mask if mask is not None else y
+
+
 class ChecksType(Block):
     def forward(self, x):
         return functional.relu(self.first(x[0] if isinstance(x, list) else x))
@@ -269,7 +283,7 @@ class ByName(Block):
     "kind",
     [
         *(Branches, Optional, UsedTwice, ChangesTheOther, Scaled, OwnTensor, Hooked, Reused),
-        *(Remembers, Counts, MayBeNone, ChecksType, Replaced, ByName),
+        *(Remembers, Counts, MayBeNone, OptionalKey, OptionalPart, ChecksType, Replaced, ByName),
     ],
 )
 def test_unsafe_forwards_are_not_fused(kind):

@@ -95,8 +95,13 @@ def _may_branch_on_arguments(forward: Any) -> bool:
     if code is None or "isinstance" in code.co_names:
         return True
     names = [step.opname for step in dis.get_instructions(code)]
-    # With one argument, "is None" usually tests an attribute; with several, maybe an argument.
-    return len(parameters) > 1 and any("IS_OP" in name or name.endswith("_NONE") for name in names)
+    # A test of an attribute is harmless, unless the attribute is an argument's. With one argument,
+    # "if self.shortcut is None" is common; what is not loaded as an attribute may be from a dict.
+    tests = [i for i, name in enumerate(names) if name == "IS_OP" or name.endswith("_NONE")]
+    return any(
+        len(parameters) > 1 or "LOAD_ATTR" not in names[i - (2 if names[i] == "IS_OP" else 1)]
+        for i in tests
+    )
 
 
 def _state(module: nn.Module) -> list[Any]:
