@@ -161,3 +161,19 @@ def test_difference_relative_to_large_elements():
     assert difference([expected], [expected + 3]) == pytest.approx(1e-4)
     expected = torch.tensor([3e4, 0.0, 0.0])
     assert difference([expected], [expected + 3]) == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("wrap", [lambda y: y, lambda y: [y], lambda y: {"y": y}])
+def test_results_in_attributes_stay_the_same(wrap):
+    def forward(self, x):
+        hidden = self.body(x).relu()
+        self.stored = wrap(self.actor(hidden))
+        return self.critic(hidden)
+
+    model = policy(wrap)
+    model._forward = forward
+    x = torch.randn(5, 4)
+    smaller = compact(model, torch.randn(2, 4))
+    assert smaller.body.out_features == 14  # nothing reads units 6 and 7
+    torch.testing.assert_close(smaller(x), model(x))
+    torch.testing.assert_close(smaller.stored, model.stored)

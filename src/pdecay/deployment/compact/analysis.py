@@ -70,7 +70,7 @@ def analyse(trace: Trace, keep: dict[str, str]) -> Analysis:
     for value in trace.outputs:
         value.mark_live(True)
         for labels in value.labels:
-            units.keep(labels.tolist(), "the model returns them")
+            units.keep(labels.tolist(), "the model returns or stores them")
     for call, rule in zip(reversed(trace.calls), reversed(rules), strict=True):
         rule.mark_live(call)
     found = [rule.consumer(call) for call, rule in zip(trace.calls, rules, strict=True)]

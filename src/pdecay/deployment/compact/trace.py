@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pdecay.deployment.compact.units import Labels
 from pdecay.deployment.model.inputs import Inputs
@@ -127,7 +127,7 @@ class Trace:
         calls: the operations in order.
         values: all tensors; parameters and buffers come first.
         outputs: the tensors that the code converted to lists or arrays, and those that the model
-            returned.
+            returned or stored in attributes.
         error: the exception that ended the run early.
     """
 
@@ -166,10 +166,16 @@ def _record(
     leaves, spec = tree_flatten((inputs.args, inputs.kwargs))
     distinct = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
     outputs: list[Value] = []
+    stored = _attributes(model)
 
     def add_output(tensor: Tensor) -> None:
         tensor.clone()  # the recorded clone identifies the output's value
         outputs.extend(recorder.calls[-1].outs)
+
+    def add_attribute(tensor: Tensor) -> None:
+        tensor.clone()
+        # A weight that is computed from others, as torch's prune does, is not read elsewhere.
+        outputs.extend(value for value in recorder.calls[-1].outs if not value.static)
 
     def refuse(tensor: Tensor) -> None:
         raise NotImplementedError("functorch has no values for lists and arrays")
@@ -182,6 +188,9 @@ def _record(
             returned = model(*args, **kwargs)
         for tensor in tensors_of(returned):
             add_output(tensor)
+        for key, tensor in _attributes(model).items():
+            if key not in stored:
+                add_attribute(tensor)
 
     error: Exception | None = None
     with (
@@ -196,6 +205,15 @@ def _record(
         except Exception as raised:
             error = raised
     return Trace(recorder.calls, recorder.values, outputs, error)
+
+
+def _attributes(model: nn.Module) -> dict[int, Tensor]:
+    """Return the tensors in the attributes of all modules, by id.
+
+    Code may store a result there instead of returning it, such as a loss or features.
+    """
+    leaves = tree_leaves([vars(module) for module in model.modules()])
+    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 class _OnConversion(TorchFunctionMode):
