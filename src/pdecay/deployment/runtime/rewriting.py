@@ -127,7 +127,7 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.
     for parent in list(model.modules()):
         # named_children would skip a second name of the same module.
         for name, child in list(parent._modules.items()):
-            if child in new:
+            if child is not None and child in new:
                 setattr(parent, name, new[child])
     return new.get(model, model)
 
