@@ -488,6 +488,27 @@ def test_layers_with_two_names(clock):
     assert_same(deployed, model, x)
 
 
+def test_results_in_attributes_stay_the_same(clock):
+    class Stores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+            self.second, self.relu, self.last = nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+
+        def forward(self, x):
+            self.before_norm = self.first(x)
+            self.before_relu = self.second(self.norm(self.before_norm))
+            return self.last(self.relu(self.before_relu))
+
+    x = torch.randn(5, 8)
+    model = with_batch_statistics(mostly_zero(Stores()).requires_grad_(False), x)
+    deployed = deploy(model, x)
+    assert deployed.report.chosen == "sparse"
+    assert_same(deployed, model, x)
+    torch.testing.assert_close(deployed.before_norm, model.before_norm)
+    torch.testing.assert_close(deployed.before_relu, model.before_relu)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("in_example", [True, False])
 @pytest.mark.parametrize("dead_heads", [True, False])
