@@ -11,6 +11,8 @@ from torch import nn
 from pdecay.deployment.compact import compact
 from pdecay.deployment.compact.attention import MultiheadAttention
 
+from .checks import Model, compacted
+
 BATCH, LENGTH, OTHER, WIDTH, HEADS = 4, 5, 7, 12, 3
 
 
@@ -157,6 +159,19 @@ def test_calls_that_need_the_removed_heads_raise():
         smaller(x, need_weights=True)
     with pytest.raises(ValueError, match=r"4 matrices.*1 rows of 2 heads"):
         smaller(x, mask=torch.zeros(4, 5, 5))
+
+
+def test_layer_with_two_names_stays_one_layer():
+    def forward(self, x):
+        for layer in (self.first, self.second):
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return x
+
+    torchs, _ = pair(batch_first=True)
+    torchs.out_proj.weight.data[:, :4] = 0
+    smaller = compacted(Model(forward, first=torchs, second=torchs), torch.randn(2, LENGTH, WIDTH))
+    assert smaller.first is smaller.second
+    assert smaller.first.num_heads == HEADS - 1
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

@@ -159,13 +159,17 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.no_grad()
 def replace_attention(model: nn.Module) -> bool:
     """Replace ``nn.MultiheadAttention`` layers with dead heads, in place; return whether any."""
-    replaced = False
+    made: dict[nn.Module, MultiheadAttention] = {}  # a layer that is used twice stays one layer
     for module in list(model.modules()):
-        for name, child in module.named_children():
-            if MultiheadAttention.can_replace(child) and _has_dead_heads(child):
-                setattr(module, name, MultiheadAttention(child))
-                replaced = True
-    return replaced
+        # named_children would skip a second name of the same module.
+        for name, child in list(module._modules.items()):
+            if child is None or not MultiheadAttention.can_replace(child):
+                continue
+            if child not in made and _has_dead_heads(child):
+                made[child] = MultiheadAttention(child)
+            if child in made:
+                setattr(module, name, made[child])
+    return bool(made)
 
 
 def _has_dead_heads(attention: nn.MultiheadAttention) -> bool:
