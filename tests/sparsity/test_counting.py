@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import pdecay
-from pdecay import Lp, PAdam, prune_, sparsity
+from pdecay import Lp, PAdam, SparseLinear, prune_, sparsity
 
 
 def small_model():
@@ -175,3 +175,10 @@ def test_optimizer_of_a_wrong_type_raises():
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="optimizer must be a torch optimizer, got Linear"):
         pdecay.sparsity(model, optimizer=model)
+
+
+@pytest.mark.parametrize("function", [sparsity, prune_])
+def test_deployed_models_are_refused(function):
+    model = nn.Sequential(SparseLinear(nn.Linear(8, 8)), nn.Linear(8, 4))
+    with pytest.raises(TypeError, match="Sequential has sparse layers, which store no zeros"):
+        function(model)
