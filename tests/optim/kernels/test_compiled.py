@@ -87,6 +87,13 @@ class TestMathematics:
         compiled.sgd_([w], [torch.linspace(-1e20, 1e20, 9)], [], terms=TERMS[name], lr=1e-3, **SGD)
         assert torch.equal(w, torch.zeros(9))
 
+    @pytest.mark.parametrize("as_tensor", [False, True])
+    def test_zero_stays_zero_for_a_rate_below_single_precision(self, as_tensor):
+        w, rate = torch.ones(9), 1e-50  # of the learning rate 1e-20 and the scale that holds zeros
+        given = torch.tensor(rate, dtype=torch.float64) if as_tensor else rate
+        compiled.decay_([w], [torch.zeros(9)], terms=TERMS["0.8"], rate=given)
+        assert torch.equal(w, torch.zeros(9))
+
     @pytest.mark.parametrize("p", [2.1, 3])
     def test_zero_moves_for_p_above_2(self, p):
         w = torch.ones(9)

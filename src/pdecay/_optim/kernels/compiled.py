@@ -175,14 +175,14 @@ def _decayed(w_tilde: Tensor, w_old: Tensor, numbers: Sequence[Tensor]) -> Tenso
 
     Results below the smallest normal number become +0.0, as in the C kernel.
     """
-    rate, at_zero, total, *powers = numbers
+    decays, at_zero, total, *powers = numbers
     tiny = torch.finfo(w_tilde.dtype).tiny
     log = _log2(w_old.abs())
     for q, log_c in zip(powers[::2], powers[1::2], strict=True):
         total = total + _power(log, q, log_c)
     w = w_tilde * torch.where(w_old.abs() < tiny, at_zero, 1 / total)
     w = torch.where(w.abs() < tiny, 0.0, w)
-    return torch.where(rate > 0, w, w_tilde)  # rate = 0 changes nothing, not even a zero
+    return torch.where(decays > 0, w, w_tilde)  # rate = 0 changes nothing, not even a zero
 
 
 def _log2(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,7 +254,7 @@ def _run(
 
 
 def _decay_numbers(terms: Terms, rate: Number) -> list[Number]:
-    """Return rate, the factor at w = 0, 1 + the terms with p = 2, then 2 numbers a term.
+    """Return whether rate > 0, the factor at w = 0, 1 + the terms with p = 2, 2 numbers a term.
 
     The 2 numbers are ``q = p - 2`` and ``log2 c`` with ``c = rate * lam``. The logarithms of the
     power and of c are added, so that only the product can overflow.
@@ -262,7 +262,8 @@ def _decay_numbers(terms: Terms, rate: Number) -> list[Number]:
     live = [(p, rate * lam) for p, lam in terms if lam and (isinstance(rate, Tensor) or rate * lam)]
     constant = 1 + sum(c for p, c in live if p == 2)
     at_zero = 0.0 if any(p < 2 for p, _ in live) else 1 / constant
-    numbers: list[Number] = [rate if live else 0.0, at_zero, constant]
+    # Compared here: in single precision, a small lr times the scale that holds zeros would be 0.
+    numbers: list[Number] = [rate > 0 if live else 0.0, at_zero, constant]
     for p, c in live:
         if p != 2:
             numbers += [p - 2, c.log2() if isinstance(c, Tensor) else math.log2(c)]
