@@ -109,6 +109,16 @@ class TestMathematics:
         compiled.decay_([wide], [old.float()], terms=TERMS["0.8"], rate=1e-2)
         assert torch.equal(half, wide.to(dtype))
 
+    def test_momentum_that_is_more_precise_than_the_weight_is_not_rounded(self):
+        torch.manual_seed(0)
+        w, grad, buffer = torch.randn(100).bfloat16(), torch.randn(100).bfloat16(), torch.randn(100)
+        wide = [[w.float()], [grad.float()], [buffer.clone()]]
+        for streams in (wide, [[w], [grad], [buffer]]):
+            settings = {**SGD, "momentum": 0.9}
+            compiled.sgd_(*streams, terms=TERMS["0.8"], lr=0.1, **settings)
+        assert torch.equal(w, wide[0][0].bfloat16())
+        assert torch.equal(buffer, wide[2][0])
+
     def test_layouts_and_small_tensors_together(self):
         torch.manual_seed(0)
         plain = [torch.rand(4, 5, 6, 7), torch.rand(300, 400), torch.rand(3)]

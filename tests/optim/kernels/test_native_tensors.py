@@ -88,6 +88,18 @@ def test_lists_of_mixed_dtypes_and_many_sizes():
         torch.testing.assert_close(weight, value)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_state_that_is_more_precise_than_the_weight_is_not_rounded(dtype):
+    torch.manual_seed(0)
+    w, grad = torch.randn(40, 50).to(dtype), torch.randn(40, 50).to(dtype)
+    m, v = torch.randn(40, 50), torch.rand(40, 50)
+    wide = [w.float(), grad.float(), m.clone(), v.clone()]
+    _adam_once(*wide)
+    _adam_once(w, grad, m, v)
+    for one, two in zip((w, m, v), (wide[0].to(dtype), *wide[2:]), strict=True):
+        assert torch.equal(one, two)
+
+
 # With five threads, the parts of the last size end within a vector.
 @pytest.mark.parametrize("size", [17, 120_000, 100_003])
 @pytest.mark.parametrize("terms", [[(0.8, 1.0)], [(0.5, 1.0)], [(0.8, 1.0), (1.3, 1.0)]], ids=str)

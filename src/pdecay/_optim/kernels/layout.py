@@ -3,7 +3,8 @@
 A *stream* is a list of tensors with one entry for each weight: the weights themselves, their
 gradients, or one kind of optimizer state. A kernel reads all streams of a weight with the same
 index and does not check addresses. This module checks that the tensors of a weight agree in dtype,
-size and layout, and copies those that differ.
+size and layout, and copies those that differ. A weight whose gradient or state is more precise is
+updated in their dtype: in its own, small updates of the state would be lost.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class Batch:
 
     Args:
         streams: lists of equal length, the weights first.
+        dtype: the dtype to compute in.
         indices: positions of these tensors in the caller's lists.
         read_only: indices of the streams that the kernel does not write.
         key: the tensors' common key in :func:`batches`.
@@ -112,6 +114,7 @@ class Batch:
     def __init__(
         self,
         streams: list[list[Tensor]],
+        dtype: torch.dtype,
         indices: Sequence[int],
         read_only: Sequence[int],
         key: Any = None,
@@ -119,7 +122,7 @@ class Batch:
         weights = streams[0]
         self.indices = indices
         self.key = key
-        self.dtype = weights[0].dtype
+        self.dtype = dtype
         self.device = weights[0].device
         self._changed = [
             x for s, stream in enumerate(streams) if s not in read_only for x in stream
@@ -129,8 +132,8 @@ class Batch:
         if not (plain or all(map(is_dense, weights))):
             raise ValueError("cannot update a weight that is not dense in memory")
         self.sizes = [*map(Tensor.numel, weights)]
-        self.streams = [weights]  # keeps copies alive until the kernel has finished
-        for s, stream in enumerate(streams[1:], 1):
+        self.streams: list[list[Tensor]] = []  # keeps copies alive until the kernel has finished
+        for s, stream in enumerate(streams):
             for weight, tensor in zip(weights, stream, strict=True):
                 if tensor.shape != weight.shape:
                     raise ValueError(
@@ -157,7 +160,8 @@ class Batch:
                     f"got {tensor.dtype}"
                 )
             with torch.no_grad():
-                result[i] = torch.empty_like(weight, requires_grad=False).copy_(tensor)
+                empty = torch.empty_like(weight, dtype=self.dtype, requires_grad=False)
+                result[i] = empty.copy_(tensor)
             if written:
                 self._copies.append((tensor, result[i]))
         return result
@@ -173,18 +177,25 @@ class Batch:
 def batches(
     streams: Sequence[Tensors], *, read_only: Sequence[int], keys: Sequence[Hashable] | None = None
 ) -> Iterator[Batch]:
-    """Yield batches of the streams, grouped by dtype and device of the weights, and by `keys`."""
+    """Yield batches of the streams, grouped by dtype, device of the weights, and `keys`."""
     if not streams[0]:
         return
     tensors = [list(stream) for stream in streams]
     if not all(type(weight) in PLAIN for weight in tensors[0]):
         tensors = [[local(tensor) for tensor in stream] for stream in tensors]
     groups: dict[tuple[torch.dtype, torch.device, Hashable], list[int]] = {}
-    for i, weight in enumerate(tensors[0]):
-        groups.setdefault((weight.dtype, weight.device, keys and keys[i]), []).append(i)
-    for (_, _, key), indices in groups.items():
+    for i, own in enumerate(zip(*tensors, strict=True)):
+        dtype = _most_precise(own)
+        groups.setdefault((dtype, own[0].device, keys and keys[i]), []).append(i)
+    for (dtype, _, key), indices in groups.items():
         if len(groups) == 1:
-            yield Batch(tensors, indices, read_only, key)
+            yield Batch(tensors, dtype, indices, read_only, key)
         else:
             selected = [[stream[i] for i in indices] for stream in tensors]
-            yield Batch(selected, indices, read_only, key)
+            yield Batch(selected, dtype, indices, read_only, key)
+
+
+def _most_precise(tensors: Tensors) -> torch.dtype:
+    """Return the dtype of a weight, the first tensor, or a wider one of its gradient or state."""
+    wide = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    return max([tensors[0].dtype, *wide], key=lambda dtype: dtype.itemsize)
