@@ -109,6 +109,22 @@ def test_warm_start_needs_fewer_steps():
     assert model.objective_ == pytest.approx(objective, rel=1e-9)
 
 
+@pytest.mark.parametrize("form", [np.asarray, sparse.csr_matrix])
+@pytest.mark.parametrize("intercept", [True, False])
+def test_warm_start_on_data_in_which_a_used_feature_is_constant(form, intercept):
+    x, y = classification(classes=2)
+    model = BridgeClassifier(1, 0.001, fit_intercept=intercept, warm_start=True).fit(form(x), y)
+    used = int(np.abs(model.coef_[0]).argmax())
+    assert model.coef_[0, used]
+    x[:, used] = 2.0 if intercept else 0.0
+    model.fit(form(x), y)
+    assert model.coef_[0, used] == 0
+    value = logistic_objective(model, x, y, Lp(1, 0.001))
+    assert model.objective_ == pytest.approx(value, rel=1e-9)
+    cold = BridgeClassifier(1, 0.001, fit_intercept=intercept).fit(form(x), y)
+    assert value == pytest.approx(cold.objective_, rel=1e-6)
+
+
 def test_log_probabilities_match_probabilities():
     for classes in (2, 3):
         x, y = classification(classes=classes)

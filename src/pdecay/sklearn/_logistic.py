@@ -76,8 +76,8 @@ class Logistic:
 
     def solve(self, terms: Terms, start: State, tol: float, max_iter: int) -> State:
         """Minimise from one start."""
-        now = self.state(start.w.copy(), start.b.copy(), terms)
-        now.w[:, self.norms <= 0] = 0.0
+        # Constant features are left out; those of a previous fit to other data may have been used.
+        now = self.state(np.where(self.norms > 0, start.w, 0.0), start.b.copy(), terms)
         cut = terms.cut(self.norms)
         with single_threaded():
             while True:
