@@ -1,5 +1,7 @@
 """Trainings with `fit` on scikit-learn's digits, on the backend of this process."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -225,6 +227,16 @@ def test_target_warns_after_the_end_of_its_ramp(digits):
     callback.set_model(model)
     with pytest.warns(UserWarning, match="has made 100 steps"):
         callback.on_train_begin()
+
+
+def test_second_target_warns_if_it_asks_for_more_zeros_too_late(digits):
+    model = compiled(pk.PAdam(1e-2))
+    fit(model, digits, 1, callbacks=[pk.SparsityTarget(0.5)])
+    with pytest.warns(UserWarning, match=r"SparsityTarget\(0.9\) has no effect"):
+        fit(model, digits, 1, callbacks=[pk.SparsityTarget(0.9)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        fit(model, digits, 1, callbacks=[pk.SparsityTarget(0.5)])  # it only continues
 
 
 @pytest.mark.parametrize(

@@ -113,12 +113,15 @@ class SparsityTarget(SparsityLogger):
         self._step = _steps(optimizer)
         if self._step == 0 or self._step < self._begin:
             optimizer.decay_scale.assign(0.0)
-        elif self._step >= self._end and float(optimizer.decay_scale) > 2 * HOLD:
-            warnings.warn(
-                f"SparsityTarget has no effect: the optimizer has made {self._step} steps, and the "
-                f"ramp ended at {self._end}; compile the model again or raise total_steps",
-                stacklevel=2,
-            )
+        elif self._step >= self._end:
+            missing = _missing_zeros(_magnitudes(optimizer), self.target)
+            if missing > 0 or float(optimizer.decay_scale) > 2 * HOLD:
+                warnings.warn(
+                    f"SparsityTarget({self.target}) has no effect: the optimizer has made "
+                    f"{self._step} steps, and the ramp ended at {self._end}; compile the model "
+                    "again or raise total_steps",
+                    stacklevel=2,
+                )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Read the step again: ``BackupAndRestore`` may have restored it when training began."""
@@ -233,11 +236,15 @@ def _measure(before: Probes, now: Probes, steps: int) -> tuple[float, float]:
     return float(np.sqrt(np.mean(moved**2))) / steps, float(np.abs(new[alive]).mean())
 
 
+def _missing_zeros(magnitudes: np.ndarray[Any, Any], share: float) -> int:
+    return round(share * magnitudes.size) - int(np.count_nonzero(magnitudes == 0))
+
+
 def _zero_smallest(optimizer: PNormDecay, share: float) -> None:
     """Set weights to zero, the smallest first, until the share of all decayed weights is zero."""
     magnitudes = _magnitudes(optimizer)
     count = round(share * magnitudes.size)
-    if count <= np.count_nonzero(magnitudes == 0):
+    if _missing_zeros(magnitudes, share) <= 0:
         return
     keep = np.ones(magnitudes.size, bool)
     keep[np.argpartition(magnitudes, count - 1)[:count]] = False
