@@ -65,7 +65,7 @@ def test_no_coefficient_can_be_improved(classes, penalty):
 @pytest.mark.parametrize("penalty", PENALTIES[3:], ids=str)
 def test_dual_gap_bounds_the_distance_to_the_minimum(classes, penalty):
     x, y = classification(classes=classes)
-    exact = BridgeClassifier(penalty=penalty, tol=1e-9).fit(x, y)
+    exact = BridgeClassifier(penalty=penalty, tol=1e-8).fit(x, y)
     assert 0 <= exact.dual_gap_ <= 1e-6
     rough = BridgeClassifier(penalty=penalty, tol=3e-2).fit(x, y)
     assert rough.dual_gap_ >= rough.objective_ - exact.objective_ - 1e-4
@@ -107,6 +107,29 @@ def test_warm_start_needs_fewer_steps():
     model.fit(x, y)
     assert model.n_iter_ < first
     assert model.objective_ == pytest.approx(objective, rel=1e-9)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("p", [0.5, 1, 2])
+def test_sparse_features_with_large_means_converge(p, classes):
+    x, y = classification(n=100, d=10, classes=classes)
+    x[:, :3] += 1e5
+    for lam in (1e-3, 1e-4):
+        model = BridgeClassifier(p, lam).fit(sparse.csr_matrix(x), y)
+        assert model.optimality_ <= model.tol
+        value = logistic_objective(model, x, y, Lp(p, lam))
+        assert value == pytest.approx(model.objective_, rel=1e-7)
+        if p >= 1:
+            assert value == pytest.approx(BridgeClassifier(p, lam).fit(x, y).objective_, rel=1e-6)
+
+
+def test_warns_if_rounding_errors_stop_the_solver():
+    rng = np.random.default_rng(0)
+    x = sparse.csr_matrix(rng.normal([1e6, 0.0], 1.0, (60, 2)))
+    model = BridgeClassifier(1, 1e-4, tol=1e-15)
+    with pytest.warns(ConvergenceWarning, match="largest remaining step"):
+        model.fit(x, np.arange(60) % 2)
+    assert model.n_iter_ < model.max_iter
 
 
 @pytest.mark.parametrize("form", [np.asarray, sparse.csr_matrix])

@@ -111,7 +111,7 @@ class BridgeClassifier(ClassifierMixin, BaseEstimator):
             w, b = previous
             start = problem.state(w, b + w @ problem.means, terms)
         found = problem.solve_from_several(terms, start, self.n_starts, self.tol, self.max_iter)
-        if found.step > self.tol and found.iterations >= self.max_iter:
+        if found.step > self.tol:  # also where rounding errors stopped the solver
             warn_not_converged(type(self).__name__, self.max_iter, found.step, self.tol)
         self.coef_ = found.w
         self.intercept_ = found.b - found.w @ problem.means

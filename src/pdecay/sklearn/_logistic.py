@@ -54,9 +54,11 @@ class Logistic:
     def __init__(self, x: Any, targets: Floats, shares: Floats, fit_intercept: bool) -> None:
         self.fit_intercept = fit_intercept
         means = np.asarray(x.T @ shares).ravel() if fit_intercept else np.zeros(x.shape[1])
-        # Centring changes only the intercept and improves the conditioning of dense data.
-        self.means = np.zeros_like(means) if sparse.issparse(x) else means
-        self.x = x if sparse.issparse(x) else np.asfortranarray(x - self.means)
+        # Centring changes only the intercept. Otherwise an error of the intercept would look like
+        # a large gradient of features with large means. A sparse x is centred in its products.
+        self.means = means
+        self.x = x if sparse.issparse(x) else np.asfortranarray(x - means)
+        self.offsets = means if sparse.issparse(x) else np.zeros_like(means)
         self.targets, self.shares = targets, shares
         bound = make_design(x, np.sqrt(shares / 4), means if fit_intercept else None)
         self.norms = bound.norms
@@ -70,7 +72,7 @@ class Logistic:
 
     def state(self, w: Floats, b: Floats, terms: Terms | None = None) -> State:
         """Return the state of coefficients for the centred features."""
-        scores = np.asarray(self.x @ w.T) + b
+        scores = np.asarray(self.x @ w.T) + (b - w @ self.offsets)
         penalty = terms.value(w) if terms else 0.0
         return State(w, b, scores, self._loss(scores) + penalty)
 
@@ -163,7 +165,8 @@ class Logistic:
 
     def _correlations(self, scores: Floats) -> Floats:
         """Return the negative gradient with respect to the coefficients, (d, rows)."""
-        return np.asarray(self.x.T @ self._weighted_errors(scores))
+        errors = self._weighted_errors(scores)
+        return np.asarray(self.x.T @ errors) - np.outer(self.offsets, errors.sum(axis=0))
 
     def _intercept_step(self, scores: Floats) -> float:
         """Return the largest step of an intercept with curvature 1/4, as a change of the scores."""
@@ -176,7 +179,7 @@ class Logistic:
         errors = self._weighted_errors(now.scores)[:, k]
         chance = self._probabilities(now.scores)[:, k]
         newton = np.maximum(chance * (1 - chance), _LEAST_CURVATURE)
-        x, w = self.x[:, columns], now.w[k, columns]
+        x, w, offsets = self.x[:, columns], now.w[k, columns], self.offsets[columns]
         old = now.scores[:, k].copy()
         rest = now.objective - self._loss(now.scores) - terms.value(w)
         for blend in (0.0, 0.3, 1.0):
@@ -184,7 +187,7 @@ class Logistic:
             used = curvature > 0
             target = np.zeros_like(errors)
             target[used] = errors[used] / curvature[used]
-            target += x @ w
+            target += x @ w - offsets @ w
             total = curvature.sum()
             means, middle = None, 0.0
             if self.fit_intercept:
@@ -194,8 +197,9 @@ class Logistic:
             problem = LeastSquares(make_design(x, roots, means), roots * (target - middle))
             limit = tol * self.scale / problem.scale
             new = problem.solve(terms, w, limit, _INNER_SWEEPS).w
-            shift = middle - float(means @ new) if means is not None else 0.0
-            now.scores[:, k] = old + x @ (new - w) + shift
+            # means and offsets belong to x and to its centred form
+            shift = middle - float((means - offsets) @ new) if means is not None else 0.0
+            now.scores[:, k] = old + (x @ (new - w) - offsets @ (new - w)) + shift
             objective = self._loss(now.scores) + terms.value(new) + rest
             if objective < now.objective:
                 now.w[k, columns] = new
