@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pdecay
-from pdecay import GradualMagnitudePruning, Lp, PAdam, SparsityTarget, attach
+from pdecay import PSGD, GradualMagnitudePruning, Lp, PAdam, SparsityTarget, attach
 from pdecay._sparsity.metric import adaptive_scores, update_squares
 
 STEPS = 40
@@ -76,6 +76,31 @@ def test_running_mean_ignores_non_finite_gradients():
     weight.grad = torch.full((2, 2), float("nan"))
     update_squares([weight], optimizer)
     assert not optimizer.state[weight]["squared_gradient"].any()
+
+
+@pytest.mark.parametrize("kind", ["psgd", "attach"])
+def test_sparse_gradients_of_an_embedding_rank_as_dense_ones_do(kind):
+    def trained(sparse):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(32, 8, sparse=sparse), nn.Linear(8, 32))
+        if kind == "psgd":
+            optimizer = PSGD(model.parameters(), lr=0.1)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            attach(optimizer, Lp(0.8, 1e-2))
+        SparsityTarget(optimizer, 0.5, STEPS)
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            tokens = torch.randint(32, (64,))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(tokens), tokens).backward()
+            optimizer.step()
+        return model
+
+    sparse, dense = trained(True), trained(False)
+    for a, b in zip(sparse.parameters(), dense.parameters(), strict=True):
+        assert torch.equal(a == 0, b == 0)
+        torch.testing.assert_close(a, b)
 
 
 def test_adam_keeps_no_second_mean():

@@ -88,20 +88,26 @@ def update_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
         own = {param for group in local.param_groups for param in group["params"]}
         params = [param for param in params if param in own]
     for param in params:
-        if param.grad is None or param.grad.is_sparse:
+        if param.grad is None:
             continue
         squares = _squares(param, local)
         if squares is None:
-            squares = torch.zeros_like(param.grad.abs(), dtype=torch.float32)
+            squares = torch.zeros_like(_magnitudes(param.grad))
             local.state[param][SQUARES] = squares
         elif local.state[param].get(SQUARES) is not squares:
             continue
         if squares.dtype != torch.float32:  # loaded without our hooks
             squares = squares.float()
             local.state[param][SQUARES] = squares
-        square = param.grad.abs().float().square_()
+        square = _magnitudes(param.grad).square_()
         if torch.isfinite(square).all():  # one infinite gradient would make the mean infinite
             squares.lerp_(square, 1 - _BETA)
+
+
+def _magnitudes(grad: Tensor) -> Tensor:
+    """Return the magnitudes of a gradient, which may be sparse, as a new float32 tensor."""
+    whole: Tensor = grad.to_dense() if grad.is_sparse else grad
+    return whole.abs().float()
 
 
 def _squares(param: Tensor, optimizer: Optimizer) -> Tensor | None:
