@@ -129,6 +129,16 @@ def test_bad_milestones_change_nothing(milestones, restart, message):
     assert optimizer.param_groups[0]["decay"] == [[1.0, 0.5]]
 
 
+def test_lam_schedule_with_a_target_is_refused():
+    optimizer = an_optimizer()
+    schedule = LamSchedule(optimizer, [(0, 1.0), (5, 0.0)])
+    pdecay.SparsityTarget(optimizer, 0.5, 10)
+    with pytest.raises(ValueError, match="both set decay_scale"):
+        schedule.step()
+    with pytest.raises(ValueError, match="both set decay_scale"):
+        LamSchedule(optimizer, [(0, 1.0)])
+
+
 def test_rejects_optimizer_without_decay():
     plain = torch.optim.SGD([nn.Parameter(torch.ones(2, 2))], lr=0.1)
     with pytest.raises(TypeError, match="needs an optimizer that decays"):

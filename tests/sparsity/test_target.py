@@ -253,6 +253,20 @@ def test_parameters_that_were_replaced_are_missed_in_per_layer():
         train(model, optimizer, target)
 
 
+@pytest.mark.parametrize("options", [{}, {"per_layer": True, "pull": 1.0}])
+def test_turning_the_decay_off_after_the_ramp_is_refused(options):
+    model = build()
+    optimizer = padam(model, Lp(0.8, 1))
+    target = SparsityTarget(optimizer, 0.9, STEPS, **options)
+    train(model, optimizer, target, STEPS - 1)
+    for group in optimizer.param_groups:
+        group["decay_scale"] = 0.0
+    before = target.sparsity
+    with pytest.raises(ValueError, match="decay_scale was set to 0"):
+        train(model, optimizer, target, STEPS, start=STEPS - 1)
+    assert target.sparsity == before
+
+
 def test_existing_zeros_count():
     model = build()
     with torch.no_grad():

@@ -340,11 +340,13 @@ class TestResume:
         train(model, again, stop + 3, start=stop + 1)
 
     @pytest.mark.parametrize("stop", [2, 20, END])
-    @pytest.mark.parametrize("rank", ["adaptive", "magnitude"])
-    def test_state_that_a_distributed_checkpoint_did_not_load_is_reported(self, rank, stop):
+    @pytest.mark.parametrize(
+        "options", [{}, {"rank": "magnitude"}, {"pull": 1, "per_layer": True}], ids=str
+    )
+    def test_state_that_a_distributed_checkpoint_did_not_load_is_reported(self, options, stop):
         model = build()
         optimizer = padam(model)
-        SparsityTarget(optimizer, 0.9, STEPS, rank=rank)
+        SparsityTarget(optimizer, 0.9, STEPS, **options)
         train(model, optimizer, stop)
         saved = copy.deepcopy(optimizer.state_dict())
         for group in saved["param_groups"]:  # dcp.load reads the keys of the new optimizer only
@@ -353,7 +355,7 @@ class TestResume:
         optimizer = padam(model)
         optimizer.load_state_dict(saved)
         with pytest.warns(UserWarning, match="create the target before get_optimizer_state_dict"):
-            SparsityTarget(optimizer, 0.9, STEPS, rank=rank)
+            SparsityTarget(optimizer, 0.9, STEPS, **options)
 
     @pytest.mark.parametrize("stop", [2, 20, 51, 55])
     def test_full_state_dict_with_a_scale_for_each_tensor_resumes_exactly(self, stop):

@@ -22,6 +22,7 @@ from pdecay._core.group_settings import Group
 from pdecay._core.validation import check_count, check_number
 from pdecay._optim.attachment import complete_groups
 from pdecay._sparsity.freezing import decaying
+from pdecay._sparsity.target import target_of
 
 Milestones = Sequence[tuple[int, float | Sequence[float]]]
 
@@ -153,6 +154,11 @@ class LamSchedule(_Schedule):
         self._write()
 
     def _write(self) -> None:
+        if target_of(self.optimizer) is not None:
+            raise ValueError(
+                "LamSchedule and SparsityTarget both set decay_scale, and a scale of 0 would "
+                "release the target's zeros: use one of them, or detach() the target first"
+            )
         (scale,) = self.value(self.last_step)
         for group in self._decaying():
             group["decay_scale"] = scale

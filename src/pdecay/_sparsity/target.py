@@ -65,6 +65,7 @@ from pdecay._sparsity.pull import scale_at
 from pdecay._sparsity.ranking import count_zeros, kth_magnitude, zero_smallest_
 from pdecay._sparsity.scaled_updates import ScaledUpdates
 from pdecay._sparsity.target_state import (
+    check_not_released,
     complete_state,
     count_initial_zeros,
     remove_state,
@@ -276,6 +277,8 @@ class SparsityTarget:
         complete_state(list(self._groups()), self.target, self._end)
         if self.last_step >= self._begin:  # a schedule may have changed p, a user the rate
             zero_keeping_groups(optimizer, "SparsityTarget")
+        if self.last_step >= self._end:
+            check_not_released(optimizer.param_groups)
         if _has_stepped(optimizer):  # another optimizer of the list skipped the last step
             self._advance()
         # Without a pull, the measurement only finds out whether the step was finite.

@@ -87,6 +87,16 @@ def warn_of_lost_state(optimizers: Iterable[Optimizer]) -> None:
         )
 
 
+def check_not_released(groups: Iterable[Group]) -> None:
+    """Raise ValueError if the decay of weights that took part in a finished ramp was turned off."""
+    for group in groups:
+        if max(group["target_initial"], default=-1) >= 0 and 0 in _scales(group):
+            raise ValueError(
+                "decay_scale was set to 0 after the ramp of a SparsityTarget, and only the decay "
+                "keeps zeros at zero; leave it, or detach() the target"
+            )
+
+
 def count_initial_zeros(groups: Iterable[Group]) -> None:
     """Count the zeros of the parameters that take part for the first time."""
     for group in groups:
@@ -119,3 +129,8 @@ def remove_state(groups: Iterable[Group]) -> None:
     for group in groups:
         for key in _KEYS:
             group.pop(key, None)
+
+
+def _scales(group: Group) -> list[float]:
+    scale = group["decay_scale"]
+    return scale if isinstance(scale, list) else [scale]
