@@ -91,16 +91,19 @@ class TestDistributedCheckpoint:
     """torch creates missing state by a step with lr = 0 and zero gradients."""
 
     @pytest.mark.parametrize("auxiliary", [Every(2), Slow(0.3)])
+    @pytest.mark.parametrize("scale", [0.0, 1.0])  # of the new optimizer, as in a warm-up of lam
     @ALL
-    def test_anchors_are_loaded(self, build, auxiliary, same):
+    def test_anchors_are_loaded(self, build, scale, auxiliary, same):
         model = linear()
         optimizer = build(model.parameters(), lr=1e-2, auxiliary=auxiliary)
         train(model, optimizer, 3)
-        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=flat))
         fresh_model = linear()
         fresh_model.load_state_dict(model.state_dict())
         fresh = build(fresh_model.parameters(), lr=1e-2, auxiliary=auxiliary)
-        set_optimizer_state_dict(fresh_model, fresh, saved)
+        fresh.param_groups[0]["decay_scale"] = scale
+        set_optimizer_state_dict(fresh_model, fresh, saved, options=flat)
         assert same(optimizer.state_dict()["state"], fresh.state_dict()["state"])
         assert any("anchor" in state for state in fresh.state.values())
         train(model, optimizer, 3)

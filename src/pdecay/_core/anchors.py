@@ -33,8 +33,9 @@ def decay_at_anchor_(
         anchor = torch.full_like(param, value, dtype=dtype)
         state["anchor"] = anchor
         state["anchor_steps"] = 0
-    # A skipped step, or one with lr = 0, changes nothing. It still creates the anchor, because
-    # torch.distributed.checkpoint creates the state that it loads into by a step with lr = 0.
+    # A skipped step, or one with lr = 0 or a scale of 0, changes nothing. It still creates the
+    # anchor, because torch.distributed.checkpoint creates the state that it loads into by a step
+    # with lr = 0.
     if isinstance(rate, float) and not rate:
         return
     param.mul_(penalty.factor(anchor, rate))

@@ -21,6 +21,7 @@ from pdecay._core.group_settings import (
     Defaults,
     Group,
     complete_checkpoint,
+    decayed_params,
     penalty_of,
     scales_of,
     write_settings,
@@ -214,12 +215,12 @@ class Attachment(StepHooks):
 
     def _start(self, index: int, group: Group, has_closure: bool) -> _Running:
         """Return the group's weights that may decay, and copies of them if they are needed."""
-        scales = scales_of(group["params"], group)
-        params = [
-            param
-            for param, scale in zip(group["params"], scales, strict=True)
-            if scale and (has_closure or param.grad is not None)
-        ]
+        if group["decay_auxiliary"]:  # at a scale of 0, too, weights get their anchors
+            chosen = decayed_params(group)
+        else:
+            scales = scales_of(group["params"], group)
+            chosen = [p for p, scale in zip(group["params"], scales, strict=True) if scale]
+        params = [param for param in chosen if has_closure or param.grad is not None]
         # Neither the proximal step nor a slow auxiliary variable needs the old weights.
         if not params or not self._needs_old(group):
             return params, params

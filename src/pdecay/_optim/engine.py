@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from pdecay._core.anchors import decay_at_anchor_
-from pdecay._core.group_settings import Group, penalty_of, scales_of
+from pdecay._core.group_settings import Group, decays, penalty_of, scales_of
 from pdecay._core.penalty import Penalty
 from pdecay._core.tensors import TensorList, is_tracing
 from pdecay._core.validation import check_number
@@ -241,9 +241,11 @@ def make_batches(
     batches: dict[tuple[Any, ...], list[int]] = {}
     for i, (kernel, scale) in enumerate(zip(kernels, scales, strict=True)):
         alone = i if kernel is None and not foreach else None
-        batches.setdefault((kernel, scale, alone), []).append(i)
-    for (kernel, scale, _), indices in batches.items():
-        own_rate, own_penalty = rate * scale if scale else 0.0, penalty if scale else None
+        # At a scale of 0, too, a weight gets its anchor: see decay_at_anchor_.
+        active = bool(scale) or (bool(auxiliary) and decays(params[i], group))
+        batches.setdefault((kernel, scale, active, alone), []).append(i)
+    for (kernel, scale, active, _), indices in batches.items():
+        own_rate, own_penalty = rate * scale if scale else 0.0, penalty if active else None
         if isinstance(own_rate, Tensor) and own_penalty is not None:
             # In a tensor's precision, a small rate times the scale that holds zeros would be 0.
             own_rate, own_penalty = rate, own_penalty.scaled(scale)
