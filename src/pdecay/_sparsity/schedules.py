@@ -139,7 +139,8 @@ class LamSchedule(_Schedule):
         milestones: pairs (step, multiplier).
 
     The decay follows the learning rate and its schedule, as in AdamW. To schedule it
-    independently, set the group's ``"decay_lr"`` and schedule the multiplier.
+    independently, set the group's ``"decay_lr"`` and schedule the multiplier. A
+    :class:`SparsityTarget` sets the multiplier itself, so the two cannot be combined.
     """
 
     def __init__(
