@@ -1,8 +1,10 @@
 """Likely mistakes of users: each is an error before anything changes, or a warning."""
 
 import gc
+import io
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -86,6 +88,21 @@ def test_model_instead_of_parameters_is_an_error(model):
 def test_target_in_percent_names_the_share():
     with pytest.raises(ValueError, match=r"got 90; for 90 %, pass 0\.9"):
         pdecay.SparsityTarget(pdecay.PAdam(make_model().parameters()), 90, 100)
+
+
+def test_whole_numbers_of_numpy_are_accepted_and_stored_as_plain_numbers():
+    steps, model = np.int64(40), make_model()
+    optimizer = pdecay.PAdam(model.parameters(), decay=Lp(0.8, 1), auxiliary=pdecay.Every(steps))
+    pruning = pdecay.GradualMagnitudePruning(optimizer, 0.5, steps, every=steps)
+    schedule = pdecay.PSchedule(optimizer, [(steps - 40, 2.0), (steps, 0.8)])
+    buffer = io.BytesIO()
+    torch.save([optimizer.state_dict(), pruning.state_dict(), schedule.state_dict()], buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=True)[1]["total_steps"] == 40
+    target = pdecay.SparsityTarget(pdecay.PAdam(model.parameters()), 0.5, steps)
+    assert type(target.total_steps) is int
+    with pytest.raises(TypeError, match=r"total_steps must be a whole number >= 1, got 40\.0"):
+        pdecay.GradualMagnitudePruning(optimizer, 0.5, 40.0)
 
 
 def test_handle_of_attach_shows_its_decay_and_state():

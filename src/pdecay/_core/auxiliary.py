@@ -48,7 +48,7 @@ class Every:
         _check_start(self.start)
 
     def plain(self) -> list[float]:
-        return [self.n, 1.0, float(self.start)]
+        return [int(self.n), 1.0, float(self.start)]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def as_plain(auxiliary: object) -> list[float]:
             return []
         if len(auxiliary) == 3:
             n, rate, start = auxiliary
-            return [Every(n, start).n, *Slow(rate, start).plain()[1:]]
+            return [Every(n, start).plain()[0], *Slow(rate, start).plain()[1:]]
     raise TypeError(f"auxiliary must be Instant(), Every(n), Slow(rate) or None, got {auxiliary!r}")
 
 

@@ -27,18 +27,18 @@ def check_number(name: str, value: object) -> float:
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
-    """Return the value.
+    """Return the value as an int.
 
     Raises:
-        TypeError: if it is not an int.
+        TypeError: if it is not an integer, of Python or of NumPy.
         ValueError: if it is below `least`.
     """
     message = f"{name} must be a whole number >= {least}, got {value!r}"
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(message)
     if value < least:
         raise ValueError(message)
-    return value
+    return int(value)
 
 
 def check_flag(name: str, value: object, *, optional: bool = False) -> None:

@@ -39,7 +39,8 @@ class _Pruning(StepHooks):
     ) -> None:
         super().__init__(unwrap(optimizer))
         self.total_steps = check_count("total_steps", total_steps)
-        self.every = max(1, total_steps // 100) if every is None else check_count("every", every)
+        default = max(1, self.total_steps // 100)
+        self.every = default if every is None else check_count("every", every)
         self.last_step = 0
         self._chosen = self._check_params(params)
         if not self.params:

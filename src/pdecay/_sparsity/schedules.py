@@ -172,7 +172,7 @@ def _check_milestones(milestones: Milestones) -> tuple[list[int], list[list[floa
         if not isinstance(milestone, Sequence) or len(milestone) != 2:
             raise TypeError(f"a milestone must be a pair (step, value), got {milestone!r}")
         time, value = milestone
-        check_count("a milestone's step", time, 0)
+        time = check_count("a milestone's step", time, 0)
         if times and time <= times[-1]:
             raise ValueError(f"milestones must be in order of time, got {times[-1]} before {time}")
         listed = list(value) if isinstance(value, Sequence) else [value]

@@ -137,10 +137,10 @@ class SparsityTarget:
             zero_keeping_groups(one, "SparsityTarget")
             if target_of(one) is not None:
                 raise ValueError("the optimizer has a SparsityTarget already; detach() it first")
-        check_count("total_steps", total_steps)
+        self.total_steps = check_count("total_steps", total_steps)
         check_ramp(start, end)
         self.target = check_target("target", target)
-        self.total_steps, self.start, self.end = total_steps, start, end
+        self.start, self.end = start, end
         self.per_layer = per_layer
         self.floor = check_number("floor", floor)
         check_rank(rank)
