@@ -27,6 +27,22 @@ def test_ignores_norms_and_biases():
     assert find_lam(model, 1, lr=0.1, steps=10, share=0.99) == pytest.approx(0.5)
 
 
+def test_ignores_frozen_weights_and_tensors_that_start_at_zero():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(2, 8))
+    model[0].requires_grad_(False)
+    nn.init.constant_(model[1].weight, 0.5)
+    nn.init.zeros_(model[2].weight)
+    assert find_lam(model, 1, lr=0.1, steps=10) == pytest.approx(0.5)
+
+
+def test_share_that_is_zero_already_is_an_error():
+    model = nn.Linear(4, 4)
+    model.weight.data[:2] = 0
+    assert find_lam(model, 1, lr=0.1, steps=10, share=0.6) > 0
+    with pytest.raises(ValueError, match=r"0\.5 of the weights are zero already"):
+        find_lam(model, 1, lr=0.1, steps=10, share=0.5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from pdecay._core.parameters import decays_by_default, owners_of
+from pdecay._core.parameters import decays_by_default, is_zero, owners_of
 from pdecay._core.validation import check_count, check_number
 from pdecay._sparsity.ranking import count_weights, kth_magnitude
 
@@ -22,8 +22,9 @@ def find_lam(model: nn.Module, p: float, lr: float, steps: int, share: float = 0
     end of a scan over lam. With a learning-rate schedule, pass its mean as `lr`.
 
     Args:
-        model: the model as initialised: call this before training. Only weights with two or more
-            dimensions outside normalisation layers are considered.
+        model: the model as initialised: call this before training. Only weights that
+            :func:`pdecay.param_groups` decays are considered: not those of normalisation layers,
+            biases, frozen ones, or tensors that are all zero.
         p: the norm, below 2.
         lr: the learning rate.
         steps: the number of training steps.
@@ -47,9 +48,14 @@ def find_lam(model: nn.Module, p: float, lr: float, steps: int, share: float = 0
     weights = [
         param
         for param, owners in owners_of(model)
-        if decays_by_default(param, owners) and param.numel()
+        if decays_by_default(param, owners)
+        and param.requires_grad
+        and param.numel()
+        and not is_zero(param)
     ]
     if not weights:
         raise ValueError(f"{type(model).__name__} has no weights that decay")
     magnitude = kth_magnitude(weights, max(1, round(share * count_weights(weights))))
+    if not magnitude:
+        raise ValueError(f"share must be higher: {share!r} of the weights are zero already")
     return float(magnitude ** (2 - p) / ((2 - p) * lr * steps))
