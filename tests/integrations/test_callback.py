@@ -125,7 +125,7 @@ def test_optimizer_without_decay_is_refused(tmp_path, arguments):
     model = make_model()
     adam = torch.optim.AdamW(model.parameters())
     trainer = short_trainer(tmp_path, SparsityCallback(**arguments), model=model, optimizer=adam)
-    with pytest.raises(TypeError, match=r"needs an optimizer that decays \(PAdam, PSGD, or"):
+    with pytest.raises(TypeError, match=r"needs an optimizer that decays \(PAdam.*got AdamW"):
         trainer.train()
 
 

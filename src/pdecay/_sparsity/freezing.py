@@ -51,7 +51,7 @@ def decaying(optimizer: object, caller: str) -> Optimizer:
     if not isinstance(inner, Optimizer) or not is_decaying(inner):
         raise TypeError(
             f"{caller} needs an optimizer that decays (PAdam, PSGD, or one that pdecay.attach was "
-            f"called on), got {type(optimizer).__name__}"
+            f"called on), got {type(inner).__name__}"
         )
     complete_groups(inner)
     return inner
