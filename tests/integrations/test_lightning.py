@@ -136,6 +136,13 @@ def test_averages_keep_the_zeros(average, tmp_path):
     assert sparsity(module.model, 0.0).total == pytest.approx(loops.TARGET, abs=0.002)
 
 
+def test_average_that_fills_the_zeros_warns_in_any_order_of_callbacks(tmp_path):
+    average = StochasticWeightAveraging(1e-2, swa_epoch_start=0.2)
+    trainer = trainer_with(tmp_path, SparsityCallback(loops.TARGET), average)
+    with pytest.warns(UserWarning, match=r"of the decayed weights are zero, but the target is"):
+        trainer.fit(Module())
+
+
 def test_freeze_and_prune(tmp_path):
     module = Module()
     callback = SparsityCallback(freeze=0.5, prune=1e-2)

@@ -72,10 +72,13 @@ class SparsityActions:
             freeze_zeros(optimizer)
             self._freeze_step = None
 
-    def end(self, model: nn.Module) -> None:
-        """Prune the model, and warn if it misses the target."""
+    def prune_model(self, model: nn.Module) -> None:
+        """Prune the model at the end of the training."""
         if self.prune is not None:
             prune_(model, self.prune)
+
+    def check_target(self) -> None:
+        """Warn if the trained model misses the target."""
         if self._steering is None or self.target is None:
             return
         reached = self._steering.sparsity

@@ -113,8 +113,12 @@ class SparsityCallback(Callback):
             pl_module.log_dict(self._measure(trainer, pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prune the model, and warn if it misses the target."""
-        self._actions.end(pl_module)
+        """Prune the model, before the last checkpoint is written."""
+        self._actions.prune_model(pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn if the model misses the target, after other callbacks have averaged the weights."""
+        self._actions.check_target()
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         optimizers = _all_decaying(trainer)

@@ -87,4 +87,5 @@ class SparsityCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Prune the model, and warn if it misses the target."""
-        self._actions.end(kwargs["model"])
+        self._actions.prune_model(kwargs["model"])
+        self._actions.check_target()
