@@ -314,6 +314,32 @@ class TestBadInput:
         assert attach(outer, DECAY).optimizer is inner
         assert not any(getattr(outer, "_optimizer_step_pre_hooks", {}))
 
+    @pytest.mark.parametrize("name", ["SAM", "FriendlySAM"])
+    def test_sam_decays_with_a_closure_and_in_two_steps(self, name):
+        def trained(in_two_steps):
+            param = nn.Parameter(torch.linspace(-1, 1, 24).reshape(4, 6))
+            param.grad = torch.linspace(1, 2, 24).reshape(4, 6)
+            sam = getattr(pytorch_optimizer, name)([param], base_optimizer=SGD, lr=LR)
+            attach(sam, DECAY)
+            target = pdecay.SparsityTarget(sam, 0.5, total_steps=4)
+            for _ in range(4):
+                gradient = param.grad.clone()
+
+                def closure(gradient=gradient):
+                    param.grad = gradient
+
+                if in_two_steps:
+                    sam.first_step()
+                    closure()
+                    sam.second_step()
+                else:
+                    sam.step(closure)
+            assert target.last_step == 4
+            assert target.sparsity == pytest.approx(0.5, abs=0.1)
+            return param
+
+        assert torch.equal(trained(in_two_steps=True), trained(in_two_steps=False))
+
     def test_unknown_wrapper_raises(self, same):
         class Wrapper(Optimizer):
             def __init__(self, base):

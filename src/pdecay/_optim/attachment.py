@@ -54,7 +54,7 @@ def attach(
 
     Args:
         optimizer: any ``torch.optim.Optimizer``. Wrappers that hold the real one as
-            ``.optimizer`` are unwrapped.
+            ``.optimizer`` or, as SAM does, ``.base_optimizer`` are unwrapped.
         decay: the penalty for groups that have no ``"decay"`` of their own; see `params` and
             `decay` of :class:`PAdam`.
         auxiliary: the update rule of s, as in :class:`PAdam`. ``Every`` and ``Slow`` store one

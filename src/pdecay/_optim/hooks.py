@@ -161,13 +161,17 @@ def find_hooks(optimizer: Optimizer, kind: type[T]) -> T | None:
 
 
 def unwrap(optimizer: Any) -> Any:
-    """Return the innermost optimizer of wrappers that hold another one as ``.optimizer``.
+    """Return the innermost optimizer of wrappers that hold one as ``.optimizer``.
+
+    SAM and its variants hold it as ``.base_optimizer``, and may be used without their ``step()``.
 
     Wrappers, such as accelerate's AcceleratedOptimizer, are optimizers by type but have no hooks,
     or a stale copy of ``param_groups``. Other objects are returned unchanged.
     """
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
+    for name in ("optimizer", "base_optimizer"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, Optimizer):
+            return unwrap(inner)
     return optimizer
 
 
