@@ -73,7 +73,17 @@ class TestWrappers:
         train(model, optimizer, STEPS - 5)
         with torch.no_grad():
             model[0].weight[:, 0] = 0.1
-        with pytest.warns(UserWarning, match=rf"before step {STEPS - 4}.*did not move them"):
+        with pytest.warns(UserWarning, match=rf"before step {STEPS - 4}.*writes to the weights"):
+            train(model, optimizer, STEPS, start=STEPS - 5)
+
+    def test_optimizer_that_moves_weights_at_a_learning_rate_of_0_warns(self):
+        model = build()
+        optimizer = torch.optim.ASGD(model.parameters(), lr=0.1)  # its step size lags behind lr
+        attach(optimizer, Lp(0.8, 1))
+        SparsityTarget(optimizer, 0.9, STEPS)
+        train(model, optimizer, STEPS - 5)
+        optimizer.param_groups[0]["lr"] = 0.0
+        with pytest.warns(UserWarning, match="an optimizer that moves weights at lr = 0"):
             train(model, optimizer, STEPS, start=STEPS - 5)
 
 

@@ -73,19 +73,20 @@ class ZeroWatch:
 
     def count(self, params: Iterable[Tensor]) -> None:
         """Count the zeros of these tensors."""
-        self._zeros = _count_zeros(params)
+        self._zeros = {param: (rows == 0).sum() for param, rows in _watched(params)}
 
     def count_lost(self, params: Iterable[Tensor]) -> int:
-        """Return how many zeros these tensors have lost since they were counted."""
-        now = _count_zeros(param for param in params if param in self._zeros)
-        lost = [(self._zeros[param] - zeros).clamp(min=0) for param, zeros in now.items()]
+        """Return how many zeros of these tensors have become other finite numbers."""
+        lost = [
+            (self._zeros[param] - ((rows == 0) | ~rows.isfinite()).sum()).clamp(min=0)
+            for param, rows in _watched(param for param in params if param in self._zeros)
+        ]
         return int(sum(lost)) if lost else 0
 
 
-def _count_zeros(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    listed = list(params)
-    rows = (rows for rows, _ in sample_rows(listed, _WATCHED_ROWS))
-    return {param: (sample == 0).sum() for param, sample in zip(listed, rows, strict=True)}
+def _watched(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    for param in params:
+        yield from ((param, rows) for rows, _ in sample_rows([param], _WATCHED_ROWS))
 
 
 def sample_rows(params: Iterable[Tensor], count: int) -> Iterator[tuple[Tensor, Groups]]:

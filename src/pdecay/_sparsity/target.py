@@ -389,15 +389,15 @@ class SparsityTarget:
         return True
 
     def _check_zeros(self, optimizer: Optimizer) -> None:
-        """Warn if zeros of the last stage are lost: the steps themselves keep them."""
+        """Warn if zeros of the last stage are lost."""
         if self._warned_of_lost or not self._watch.count_lost(_steered_params(optimizer)):
             return
         self._warned_of_lost = True
         warnings.warn(
             f"SparsityTarget: weights that were zero are not zero any more before step "
-            f"{self.last_step + 1}, and the optimizer's own steps did not move them. Wrappers that "
-            "write to the weights, such as Lookahead, undo the zeros; so does loading a model "
-            "without the state of its optimizer",
+            f"{self.last_step + 1}. Something moved them that the decay does not see: code that "
+            "writes to the weights between steps (Lookahead, averages, loaded weights), or an "
+            "optimizer that moves weights at lr = 0",
             stacklevel=2,
         )
 
