@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from pdecay._sparsity.shards import Groups, global_index, groups_of, local_part, sum_over_ranks_
 
-_PROBED_ROWS = 8  # rows of each tensor that are measured
-_WATCHED_ROWS = 64  # rows of each tensor whose zeros are counted
+_PROBED_ROWS = 8  # of each tensor
 
 
 class Probes:
@@ -65,28 +64,28 @@ class ZeroWatch:
     """
 
     def __init__(self) -> None:
-        self._zeros: dict[Tensor, Tensor] = {}
+        self._nonzeros: dict[Tensor, int] = {}
 
     def clear(self) -> None:
         """Forget the counts."""
-        self._zeros.clear()
+        self._nonzeros.clear()
 
     def count(self, params: Iterable[Tensor]) -> None:
-        """Count the zeros of these tensors."""
-        self._zeros = {param: (rows == 0).sum() for param, rows in _watched(params)}
+        """Count the weights of these tensors that are not zero."""
+        self._nonzeros = {param: int(rows.count_nonzero()) for param, rows in _watched(params)}
 
-    def count_lost(self, params: Iterable[Tensor]) -> int:
-        """Return how many zeros of these tensors have become other finite numbers."""
-        lost = [
-            (self._zeros[param] - ((rows == 0) | ~rows.isfinite()).sum()).clamp(min=0)
-            for param, rows in _watched(param for param in params if param in self._zeros)
-        ]
-        return int(sum(lost)) if lost else 0
+    def has_lost(self, params: Iterable[Tensor]) -> bool:
+        """Return whether zeros of these tensors have become other finite numbers."""
+        known = (param for param in params if param in self._nonzeros)
+        return any(
+            int(rows.count_nonzero()) > self._nonzeros[param] and bool(rows.isfinite().all())
+            for param, rows in _watched(known)
+        )
 
 
 def _watched(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     for param in params:
-        yield from ((param, rows) for rows, _ in sample_rows([param], _WATCHED_ROWS))
+        yield from ((param, rows) for rows, _ in sample_rows([param], _PROBED_ROWS))
 
 
 def sample_rows(params: Iterable[Tensor], count: int) -> Iterator[tuple[Tensor, Groups]]:

@@ -390,7 +390,7 @@ class SparsityTarget:
 
     def _check_zeros(self, optimizer: Optimizer) -> None:
         """Warn if zeros of the last stage are lost."""
-        if self._warned_of_lost or not self._watch.count_lost(_steered_params(optimizer)):
+        if self._warned_of_lost or not self._watch.has_lost(_steered_params(optimizer)):
             return
         self._warned_of_lost = True
         warnings.warn(
