@@ -103,12 +103,6 @@ class TestLearningRate:
             attach(optimizer, DECAY)
         assert "decay" not in optimizer.param_groups[0]
 
-    def test_schedule_free_optimizer_is_refused(self):
-        optimizer = pytorch_optimizer.ScheduleFreeAdamW([weight()])
-        with pytest.raises(TypeError, match="ScheduleFreeAdamW keeps averages of the weights"):
-            attach(optimizer, DECAY)
-        assert "decay" not in optimizer.param_groups[0]
-
 
 class TestGroups:
     @pytest.mark.parametrize(

@@ -66,6 +66,13 @@ class TestWrappers:
             train(model, pytorch_optimizer.Lookahead(inner, k=5))
         assert len(caught) == 1
 
+    @pytest.mark.parametrize("call", [freeze_zeros, lambda one: SparsityTarget(one, 0.9, STEPS)])
+    def test_schedule_free_optimizer_is_refused(self, call):
+        optimizer = pytorch_optimizer.ScheduleFreeAdamW(build().parameters())
+        attach(optimizer, Lp(0.8, 1e-3))
+        with pytest.raises(ValueError, match="ScheduleFreeAdamW evaluates the model with averages"):
+            call(optimizer)
+
     def test_zeros_that_are_lost_after_the_ramp_warn(self):
         model = build()
         optimizer = padam(model)

@@ -94,12 +94,6 @@ def attach(
             'step="prox" uses no auxiliary variable: auxiliary must be Instant() or None, '
             f"got {auxiliary!r}"
         )
-    if any("train_mode" in group for group in optimizer.param_groups):
-        raise TypeError(
-            f"{type(optimizer).__name__} keeps averages of the weights, which attach does not "
-            "decay, and evaluates the model with them: they have no zeros. Use an optimizer with a "
-            "learning rate schedule instead of a schedule-free one"
-        )
     for group in optimizer.param_groups:
         write_settings({**group}, defaults)  # on a copy: check all groups before changing any
         if lr is None and "lr" not in group:

@@ -76,6 +76,12 @@ def zero_keeping_groups(optimizer: Optimizer, caller: str) -> list[Group]:
             f'{caller} needs zeros that stay zero, and with step="prox" weights leave zero again; '
             'attach with step="decay"'
         )
+    if any("train_mode" in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"{caller}: {type(optimizer).__name__} evaluates the model with averages of the "
+            "weights, which are not zero where the weights are; use an optimizer with a learning "
+            "rate schedule instead of a schedule-free one"
+        )
     _check_rates(optimizer, caller)
     groups = [
         group
