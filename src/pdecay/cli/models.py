@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "model", text, metavar="MODEL")
     text = "load these weights first: a file written by pdecay.save, safetensors or torch.save"
     add(parser, "--weights", text, Path)
+    add(parser, "--key", "the key of the state dict in a file of torch.save with several")
     text = "set weights with |w| < T to zero first; only exact zeros count"
     add(parser, "--prune", text, float, metavar="T")
 
@@ -47,8 +48,10 @@ def model_of(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     model, example = built
     if not isinstance(model, nn.Module):
         raise UsageError(f"{args.model} must return a torch.nn.Module first, got {kind(model)}")
+    if args.key is not None and args.weights is None:
+        raise UsageError("--key needs --weights")
     if args.weights is not None:
-        load_weights(model, args.weights)
+        load_weights(model, args.weights, args.key)
     if args.prune is not None:
         import pdecay
 
@@ -59,14 +62,16 @@ def model_of(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     return model, example
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, path: Path, key: str | None = None) -> None:
     """Load a weight file of any kind into a model."""
     from pdecay.deployment.files import FileFormatError, load
     from pdecay.deployment.inspect.sources import is_torch_file, read_state_dict
 
     try:
         if is_torch_file(path):
-            model.load_state_dict(read_state_dict(path))
+            model.load_state_dict(read_state_dict(path, key))
+        elif key is not None:
+            raise UsageError(f"--key is for files of torch.save, and {path} is none")
         else:
             load(path, model)
     except FileFormatError as error:

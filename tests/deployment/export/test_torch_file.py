@@ -130,6 +130,16 @@ def test_compact_loads_weights_from_file(run_cli, project, kind):
     assert "removed 3 units" in shown
 
 
+def test_key_selects_one_of_several_state_dicts(run_cli, project):
+    import users_model
+
+    models = {"student": users_model.dead()[0], "teacher": users_model.build()[0]}
+    torch.save({name: model.state_dict() for name, model in models.items()}, "two.pt")
+    argv = ("compact", "users_model:build", "--weights", "two.pt")
+    assert "pass one of ['student', 'teacher'] as the key" in run_cli(*argv, code=2)
+    assert "removed 3 units" in run_cli(*argv, "--key", "student")
+
+
 def test_export_writes_onnx_sparse_and_dense_files(run_cli, project):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -165,6 +175,7 @@ def test_export_writes_onnx_sparse_and_dense_files(run_cli, project):
         (["compact", "users_model:dead", "--weights", "no.pt"], "No such file"),
         (["compact", "users_model:dead", "--weights", "users_model.py"], "users_model.py: "),
         (["compact", "users_model:dead", "--weights", "other.pt"], "does not fit the model"),
+        (["compact", "users_model:dead", "--key", "model"], "--key needs --weights"),
         (["compact", "users_model:dead", "--prune", "-1"], "--prune: threshold"),
         (
             ["deploy", "users_model:dead", "--plan", "/dev/zero"],
