@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 import zlib
@@ -107,6 +109,42 @@ def test_loaded_model_can_be_saved_and_exported_again(tmp_path):
     torch.testing.assert_close(again(x[:2]), model(x[:2]))
     exported = torch.export.export(loaded, (x,)).module()
     torch.testing.assert_close(exported(x), model(x))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.project(x)
+        rest = torch.div(torch.arange(x.shape[1]), 2, rounding_mode="floor")
+        return nn.functional.scaled_dot_product_attention(x, x, x) * rest[:, None]
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x)[0][:, -1]
+
+
+@pytest.mark.parametrize("make", [Attention, Last])
+@pytest.mark.parametrize("copied", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy])
+def test_loaded_model_can_be_pickled_and_copied(make, copied, tmp_path):
+    model, x = make().eval(), torch.randn(3, 4, 8)
+    pdecay.save(model, tmp_path / "model.safetensors", example_inputs=x)
+    loaded = pdecay.load(tmp_path / "model.safetensors")
+    twin = copied(loaded)
+    assert torch.equal(twin(x[:2]), loaded(x[:2]))
+    assert not any(module.training for module in twin.modules())
+    for key, tensor in twin.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[key])
+        assert tensor.data_ptr() != loaded.state_dict()[key].data_ptr()
+    with pytest.raises(ValueError, match="size"):
+        twin(torch.randn(3, 4, 7))
 
 
 class Nested(nn.Module):

@@ -35,25 +35,36 @@ class SavedModel(nn.Module):
 
     Args:
         program: the graph, whose inputs and outputs are flat lists of tensors.
-        inputs, outputs: the structure of the arguments and of the result.
-        free_batch: whether the first axis of the inputs may have any size.
-        sizes: the sizes of the inputs; None in files of older versions.
+        content: what the file says of the program, checked.
     """
 
-    def __init__(
-        self,
-        program: fx.GraphModule,
-        inputs: Structure,
-        outputs: Structure,
-        free_batch: bool,
-        sizes: Sizes | None,
-    ) -> None:
+    def __init__(self, program: fx.GraphModule, content: dict[str, Any]) -> None:
         super().__init__()
         self.program = program  # torch.export cannot export a child named "graph"
-        self.inputs, self.outputs = inputs, outputs
-        self.free_batch = free_batch
-        self.sizes = sizes
+        self.inputs: Structure = content["inputs"]
+        self.outputs: Structure = content["outputs"]
+        self.free_batch = bool(content["free_batch"])  # the first axis may have any size
+        self.sizes: Sizes | None = content.get("sizes")  # None in files of older versions
+        self._content, self._code = content, program.code
         self.eval()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the graph, because torch.fx traces code when it unpickles one.
+
+        Functions that check their arguments cannot be traced.
+        """
+        state = self.__dict__
+        if self.program.code != self._code:  # changed by the user
+            return state
+        children = {**self._modules, "program": nn.ModuleDict(dict(self.program.named_children()))}
+        return {**state, "_modules": children}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        root = self._modules["program"]
+        if not isinstance(root, fx.GraphModule):
+            self.program = _Builder(self._content, {}, root).build()
+            self.program.train(self.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors: dict[int, Tensor] = {}
@@ -85,7 +96,6 @@ def restore(program: bytes, tensors: Mapping[str, Tensor], max_bytes: int) -> Sa
                 f"{VERSION}: upgrade pdecay"
             )
         graph = _Builder(content, tensors).build()
-        free_batch = bool(content["free_batch"])
         inputs, outputs = content["inputs"], content["outputs"]
         check_structure(inputs, content["names"].count(None), exact=True)
         check_structure(outputs, len(content["results"]))
@@ -94,7 +104,7 @@ def restore(program: bytes, tensors: Mapping[str, Tensor], max_bytes: int) -> Sa
         sizes = content.get("sizes")
         if sizes is not None:
             check_form(sizes)
-        return SavedModel(graph, inputs, outputs, free_batch, sizes)
+        return SavedModel(graph, content)
     except _ERRORS as error:
         raise ValueError(f"the program is damaged: {type(error).__name__}: {error}") from error
 
@@ -116,12 +126,24 @@ def _parsed(program: bytes, max_bytes: int) -> dict[str, Any]:
 
 
 class _Builder:
-    """The construction of an fx.GraphModule from a program."""
+    """The construction of an fx.GraphModule from a program.
 
-    def __init__(self, content: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    Args:
+        content: the program.
+        tensors: its tensors by name.
+        root: a module that has all tensors and layers already.
+    """
+
+    def __init__(
+        self,
+        content: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        root: nn.Module | None = None,
+    ) -> None:
         self.content = content
         self.tensors = tensors
-        self.root = nn.Module()
+        self.is_complete = root is not None
+        self.root = nn.Module() if root is None else root
         self.graph = fx.Graph()
         self.names: dict[fx.Node, str] = {}  # nodes that are tensors of the model
         self.sparse: set[str] = set()  # paths of sparse layers
@@ -150,8 +172,10 @@ class _Builder:
         # torch.fx writes names into the source code of the forward.
         if not _NAME.fullmatch(name):
             raise ValueError(f"a tensor of a program has the invalid name {name[:100]!r}")
-        tensor, path = self.tensors[name], f"{_MODEL}.{name}"
-        self._put(path, lambda parent, last: parent.register_buffer(last, tensor))
+        path = f"{_MODEL}.{name}"
+        if not self.is_complete:
+            tensor = self.tensors[name]
+            self._put(path, lambda parent, last: parent.register_buffer(last, tensor))
         node = self.graph.get_attr(path)
         self.names[node] = name
         return node
@@ -173,7 +197,7 @@ class _Builder:
     def _sparse_call(self, target: str, args: Any, kwargs: dict[str, Any]) -> fx.Node:
         x, more, weight, bias, options = decode(args, self.values)
         path = f"{_MODEL}.{self.names[weight].rpartition('.')[0] or 'layer'}"
-        if path not in self.sparse:
+        if path not in self.sparse and not self.is_complete:
             self.sparse.add(path)
             tensor = None if bias is None else self.tensors[self.names[bias]]
             layer = make_layer(self.tensors[self.names[weight]], tensor, options)
