@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from pdecay._core.group_settings import Group, decayed_params
 from pdecay._core.ramp import check_target
-from pdecay._sparsity.ranking import count_zeros, kth_magnitude
+from pdecay._sparsity.metric import Rank, adaptive_scores, ranked_squares
+from pdecay._sparsity.ranking import count_zeros, kth_magnitude, zero_smallest_
 
 PerLayer = bool | Mapping[Tensor, float]
 
@@ -83,6 +85,22 @@ class Pool:
                 yield [param], most[param]
             free = [param for param in free if param not in set(full)]
         yield free, count
+
+    def zero_lowest(
+        self, progress: float, floor: float, rank: Rank, owners: Mapping[Tensor, Optimizer]
+    ) -> None:
+        """Set as many weights to zero as the ramp asks for; `owners` optimize the tensors."""
+        if rank == "adaptive" and not floor:
+            squares = [ranked_squares(param, owners[param]) for param in self.params]
+            if None not in squares:
+                zero_smallest_(self.params, self.zeros_at(progress), squares=squares)
+                return
+        scores = {
+            param: param if rank == "magnitude" else adaptive_scores(param, owners[param])
+            for param in self.params
+        }
+        for params, count in self.split(progress, floor, scores.__getitem__):
+            zero_smallest_(params, count, scores=[scores[param] for param in params])
 
     def _most_zeros(
         self, count: int, floor: float, scores: Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Measurements on some rows of each tensor: how far steps move the weights, and lost zeros."""
+"""Measurement of how far an optimizer's steps move the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from pdecay._sparsity.shards import Groups, global_index, groups_of, local_part, sum_over_ranks_
 
-_PROBED_ROWS = 8  # of each tensor
+_PROBED_ROWS = 8  # rows of each tensor that are measured
 
 
 class Probes:
@@ -54,38 +54,6 @@ class Probes:
         numbers = [sum_over_ranks_(local, groups).tolist() for groups, local in sums.items()]
         squares, alive, magnitudes = map(sum, zip([0.0] * 3, *numbers, strict=True))
         return squares, alive, magnitudes
-
-
-class ZeroWatch:
-    """Zeros of this rank that were counted once, and must still be zero later.
-
-    The decay keeps zeros in the steps of its optimizer. Code that writes to the weights between
-    the steps, such as Lookahead, does not.
-    """
-
-    def __init__(self) -> None:
-        self._nonzeros: dict[Tensor, int] = {}
-
-    def clear(self) -> None:
-        """Forget the counts."""
-        self._nonzeros.clear()
-
-    def count(self, params: Iterable[Tensor]) -> None:
-        """Count the weights of these tensors that are not zero."""
-        self._nonzeros = {param: int(rows.count_nonzero()) for param, rows in _watched(params)}
-
-    def has_lost(self, params: Iterable[Tensor]) -> bool:
-        """Return whether zeros of these tensors have become other finite numbers."""
-        known = (param for param in params if param in self._nonzeros)
-        return any(
-            int(rows.count_nonzero()) > self._nonzeros[param] and bool(rows.isfinite().all())
-            for param, rows in _watched(known)
-        )
-
-
-def _watched(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    for param in params:
-        yield from ((param, rows) for rows, _ in sample_rows([param], _PROBED_ROWS))
 
 
 def sample_rows(params: Iterable[Tensor], count: int) -> Iterator[tuple[Tensor, Groups]]:

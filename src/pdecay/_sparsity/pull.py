@@ -9,7 +9,10 @@ shrink.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pdecay._core.group_settings import Group
@@ -17,10 +20,21 @@ from pdecay._core.penalty import as_penalty
 from pdecay._optim.attachment import attachment_of
 from pdecay._optim.engine import decay_rate
 from pdecay._sparsity.freezing import HOLD
+from pdecay._sparsity.pools import Pool
+from pdecay._sparsity.ranking import kth_magnitude
 
 # From p = 1 on, larger weights are pulled at least as hard as those at tau, and the full pull would
 # remove them too.
 _SHARE_FROM_1_ON = 0.3
+
+
+def taus_of(pools: Iterable[Pool], progress: float, floor: float) -> dict[Tensor, float]:
+    """Return the tau of each tensor at a progress along the ramp."""
+    taus: dict[Tensor, float] = {}
+    for pool in pools:
+        for params, count in pool.split(progress, floor, torch.detach):
+            taus |= dict.fromkeys(params, kth_magnitude(params, count) if count else 0.0)
+    return taus
 
 
 def scale_at(tau: float, pull: float, group: Group, optimizer: Optimizer) -> float:

@@ -46,23 +46,12 @@ from pdecay._optim.hooks import (
 )
 from pdecay._optim.state_precision import FLOAT16_CAUSE, FLOAT16_REMEDY
 from pdecay._sparsity.freezing import HOLD, decaying_list, hold_zeros, zero_keeping_groups
-from pdecay._sparsity.metric import (
-    Rank,
-    adaptive_scores,
-    check_rank,
-    ranked_squares,
-    update_squares,
-)
-from pdecay._sparsity.pools import (
-    PerLayer,
-    Pool,
-    check_per_layer,
-    make_pools,
-    steered,
-)
-from pdecay._sparsity.probing import Probes, ZeroWatch
-from pdecay._sparsity.pull import scale_at
-from pdecay._sparsity.ranking import count_zeros, kth_magnitude, zero_smallest_
+from pdecay._sparsity.lost_zeros import ZeroWatch
+from pdecay._sparsity.metric import Rank, check_rank, update_squares
+from pdecay._sparsity.pools import PerLayer, Pool, check_per_layer, make_pools, steered
+from pdecay._sparsity.probing import Probes
+from pdecay._sparsity.pull import scale_at, taus_of
+from pdecay._sparsity.ranking import count_zeros
 from pdecay._sparsity.scaled_updates import ScaledUpdates
 from pdecay._sparsity.target_state import (
     check_not_released,
@@ -153,7 +142,7 @@ class SparsityTarget:
         check_per_layer(per_layer, self._groups())
         self._probes = Probes()
         self._watch = ZeroWatch()
-        self._warned = self._warned_of_non_finite = self._warned_of_lost = self._ended = False
+        self._warned = self._warned_of_non_finite = self._ended = False
         if (
             self.pull
             and self._by_layer
@@ -288,7 +277,7 @@ class SparsityTarget:
             refresh = (self.last_step - self._begin) % self._every == 0
             self._updates.before_step(optimizer, refresh=refresh)
         if (step - self._begin) % self._every == 0:
-            self._check_zeros(optimizer)
+            self._watch.check(_steered_params(optimizer), step)
         if self._is_stage(step) or (self.pull and self._begin <= step <= self._end):
             self._probes.before_step(optimizer, _steered_params(optimizer))
 
@@ -332,7 +321,6 @@ class SparsityTarget:
                 self._set_scales(cubic_ramp(step, self._begin, self._end))
             else:
                 self._hold_zeros()
-
         if step == self._end or self._is_stage(step):
             self._watch.count(param for one in self.optimizers for param in _steered_params(one))
 
@@ -388,19 +376,6 @@ class SparsityTarget:
         )
         return True
 
-    def _check_zeros(self, optimizer: Optimizer) -> None:
-        """Warn if zeros of the last stage are lost."""
-        if self._warned_of_lost or not self._watch.has_lost(_steered_params(optimizer)):
-            return
-        self._warned_of_lost = True
-        warnings.warn(
-            f"SparsityTarget: weights that were zero are not zero any more before step "
-            f"{self.last_step + 1}. Something moved them that the decay does not see: code that "
-            "writes to the weights between steps (Lookahead, averages, loaded weights), or an "
-            "optimizer that moves weights at lr = 0",
-            stacklevel=2,
-        )
-
     def _warn_of_non_finite(self) -> None:
         if self._warned_of_non_finite:
             return
@@ -419,29 +394,13 @@ class SparsityTarget:
     # Ranking
 
     def _zero_smallest(self, progress: float) -> None:
-        """Set as many weights to zero as the ramp asks for."""
         owners = {param: one for one in self.optimizers for param in _steered_params(one)}
-
-        def score(param: Tensor) -> Tensor:
-            return param if self.rank == "magnitude" else adaptive_scores(param, owners[param])
-
         for pool in self._pools():
-            if self.rank == "adaptive" and not self.floor:
-                squares = [ranked_squares(param, owners[param]) for param in pool.params]
-                if None not in squares:
-                    zero_smallest_(pool.params, pool.zeros_at(progress), squares=squares)
-                    continue
-            scores = {param: score(param) for param in pool.params}
-            for params, count in pool.split(progress, self.floor, scores.__getitem__):
-                zero_smallest_(params, count, scores=[scores[param] for param in params])
+            pool.zero_lowest(progress, self.floor, self.rank, owners)
 
     def _set_scales(self, progress: float) -> None:
         """Set the scale at which a weight at its pool's tau shrinks at the given speed."""
-        taus: dict[Tensor, float] = {}
-        for pool in self._pools():
-            for params, count in pool.split(progress, self.floor, torch.detach):
-                tau = kth_magnitude(params, count) if count else 0.0
-                taus.update(dict.fromkeys(params, tau))
+        taus = taus_of(self._pools(), progress, self.floor)
         for optimizer in self.optimizers:
             for group in zero_keeping_groups(optimizer, "SparsityTarget"):
                 scales = [
