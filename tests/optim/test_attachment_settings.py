@@ -334,6 +334,13 @@ class TestBadInput:
 
         assert torch.equal(trained(in_two_steps=True), trained(in_two_steps=False))
 
+    def test_sam_that_moves_weights_after_its_base_optimizer_raises(self):
+        model = nn.Linear(4, 2)
+        wsam = pytorch_optimizer.WSAM(model, model.parameters(), SGD, lr=LR)
+        with pytest.raises(TypeError, match=r"WSAM with decouple=True.*use decouple=False"):
+            attach(wsam, DECAY)
+        assert "decay" not in wsam.param_groups[0]
+
     def test_unknown_wrapper_raises(self, same):
         class Wrapper(Optimizer):
             def __init__(self, base):

@@ -73,6 +73,12 @@ class TestWrappers:
         with pytest.raises(ValueError, match="ScheduleFreeAdamW evaluates the model with averages"):
             call(optimizer)
 
+    @pytest.mark.parametrize("call", [freeze_zeros, lambda one: SparsityTarget(one, 0.9, STEPS)])
+    def test_schedule_free_wrapper_is_refused(self, call):
+        optimizer = pytorch_optimizer.ScheduleFreeWrapper(padam(build()))
+        with pytest.raises(ValueError, match="ScheduleFreeWrapper evaluates the model with aver"):
+            call(optimizer)
+
     def test_zeros_that_are_lost_after_the_ramp_warn(self):
         model = build()
         optimizer = padam(model)

@@ -168,11 +168,24 @@ def unwrap(optimizer: Any) -> Any:
     Wrappers, such as accelerate's AcceleratedOptimizer, are optimizers by type but have no hooks,
     or a stale copy of ``param_groups``. Other objects are returned unchanged.
     """
+    *_, inner = unwrapping(optimizer)
+    return inner
+
+
+def unwrapping(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer, the one that it wraps, and so on to the innermost."""
+    yield optimizer
     for name in ("optimizer", "base_optimizer"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, Optimizer):
-            return unwrap(inner)
-    return optimizer
+            if getattr(optimizer, "decouple", False):
+                raise TypeError(
+                    f"{type(optimizer).__name__} with decouple=True moves weights after the step "
+                    "of its base optimizer, so that the decay does not keep zeros; use "
+                    "decouple=False"
+                )
+            yield from unwrapping(inner)
+            return
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:

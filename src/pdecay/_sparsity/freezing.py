@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from pdecay._core.group_settings import Group, decayed_params, penalty_of
 from pdecay._optim.attachment import attachment_of, complete_groups, is_decaying
-from pdecay._optim.hooks import check_not_local, unwrap
+from pdecay._optim.hooks import check_not_local, unwrap, unwrapping
 
 # Too small to change a nonzero weight, and large enough to stay above 0 in single precision.
 HOLD = 1e-30
@@ -61,6 +61,9 @@ def decaying_list(optimizer: object, caller: str) -> list[Optimizer]:
     """Return one or several optimizers as a list of unwrapped, decaying optimizers."""
     given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     optimizers = [decaying(one, caller) for one in given]
+    for wrapper in (wrapper for one in given for wrapper in unwrapping(one)):
+        if hasattr(wrapper, "train_mode"):  # of a wrapper that makes an optimizer schedule-free
+            raise _averages(wrapper, caller)
     if not optimizers:
         raise ValueError(f"{caller}: the list of optimizers is empty")
     if len({*map(id, optimizers)}) < len(optimizers):
@@ -77,11 +80,7 @@ def zero_keeping_groups(optimizer: Optimizer, caller: str) -> list[Group]:
             'attach with step="decay"'
         )
     if any("train_mode" in group for group in optimizer.param_groups):
-        raise ValueError(
-            f"{caller}: {type(optimizer).__name__} evaluates the model with averages of the "
-            "weights, which are not zero where the weights are; use an optimizer with a learning "
-            "rate schedule instead of a schedule-free one"
-        )
+        raise _averages(optimizer, caller)
     _check_rates(optimizer, caller)
     groups = [
         group
@@ -101,6 +100,14 @@ def zero_keeping_groups(optimizer: Optimizer, caller: str) -> list[Group]:
                 "weights can leave zero; use Instant()"
             )
     return groups
+
+
+def _averages(optimizer: Optimizer, caller: str) -> ValueError:
+    return ValueError(
+        f"{caller}: {type(optimizer).__name__} evaluates the model with averages of the weights, "
+        "which are not zero where the weights are; use an optimizer with a learning rate schedule "
+        "instead of a schedule-free one"
+    )
 
 
 def _check_rates(optimizer: Optimizer, caller: str) -> None:
