@@ -1,5 +1,6 @@
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -366,6 +367,17 @@ def test_freeze_zeros_keeps_zeros_and_trains_the_rest(make):
     assert not model[0].weight[::2].any()
     torch.testing.assert_close(model[0].weight, plain[0].weight, rtol=1e-4, atol=1e-5)
     assert "mask" not in str(optimizer.state_dict())
+
+
+def test_freeze_zeros_warns_of_zero_tensors_that_do_not_decay():
+    model = build()
+    first = nn.init.zeros_(model[0].weight)
+    with pytest.warns(UserWarning, match=r"all zero, but do not decay.*0 of group 1.*requires_gra"):
+        freeze_zeros(PAdam(param_groups(model)))
+    first.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        freeze_zeros(PAdam(param_groups(model)))
 
 
 def test_freeze_zeros_rejects_p_2():

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from pdecay._core.group_settings import check_not_flattened, penalty_of, scale_of
+from pdecay._core.group_settings import check_not_flattened, decays, penalty_of, scale_of
 from pdecay._core.penalty import Decay, as_penalty
 from pdecay._core.tensors import is_tracing
 from pdecay._utils.user_warnings import warn_user
@@ -151,13 +151,26 @@ def frozen_in(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         penalty = penalty_of(group)
         if penalty is None or not penalty.absorbs or group["decay_auxiliary"]:
             continue  # with a slow auxiliary variable, a weight can leave zero
-        names = group.get("param_names")
         for i, param in enumerate(group["params"]):
             if scale_of(param, i, group) and param.requires_grad and is_zero(param):
-                shape = "x".join(map(str, param.shape))
-                name = names[i] if names else f"parameter {i} of group {g} ({shape})"
-                frozen.append((name, param))
+                frozen.append((_name_in(group, g, i), param))
     return frozen
+
+
+def released_in(optimizer: Optimizer) -> list[str]:
+    """Return the names of matrices that are all zero and will change, as they do not decay."""
+    return [
+        _name_in(group, g, i)
+        for g, group in enumerate(optimizer.param_groups)
+        for i, param in enumerate(group["params"])
+        if param.requires_grad and not decays(param, group) and is_zero(param) and param.ndim >= 2
+    ]
+
+
+def _name_in(group: dict[str, Any], g: int, i: int) -> str:
+    shape = "x".join(map(str, group["params"][i].shape))
+    names = group.get("param_names")
+    return names[i] if names else f"parameter {i} of group {g} ({shape})"
 
 
 def warn_of_frozen(optimizer: Optimizer) -> None:

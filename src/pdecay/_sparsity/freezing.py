@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from pdecay._core.group_settings import Group, decayed_params, penalty_of
+from pdecay._core.parameters import released_in
 from pdecay._optim.attachment import attachment_of, complete_groups, is_decaying
 from pdecay._optim.hooks import check_not_local, unwrap, unwrapping
+from pdecay._utils.user_warnings import warn_user
 
 # Too small to change a nonzero weight, and large enough to stay above 0 in single precision.
 HOLD = 1e-30
@@ -22,7 +24,8 @@ HOLD = 1e-30
 def freeze_zeros(optimizer: Optimizer | Sequence[Optimizer]) -> None:
     """Keep zeros at zero from now on, and train all other weights without decay.
 
-    This sets ``group["decay_scale"]`` to a tiny positive number. Set it to 1 to decay again.
+    This sets ``group["decay_scale"]`` to a tiny positive number. Set it to 1 to decay again. Only
+    zeros of decayed tensors are kept: :func:`param_groups` leaves out tensors that are all zero.
 
     Args:
         optimizer: as in :class:`SparsityTarget`.
@@ -36,6 +39,12 @@ def freeze_zeros(optimizer: Optimizer | Sequence[Optimizer]) -> None:
             "at zero; give the optimizer a decay, such as Lp(1, 1e-2)"
         )
     hold_zeros(optimizers)
+    if released := [name for one in optimizers for name in released_in(one)]:
+        warn_user(
+            f"freeze_zeros: these tensors are all zero, but do not decay, so they do not stay "
+            f"zero: {', '.join(released)}. pdecay.param_groups leaves out tensors that are all "
+            "zero. To keep them, call requires_grad_(False) on them"
+        )
 
 
 def hold_zeros(optimizers: Sequence[Optimizer]) -> None:
