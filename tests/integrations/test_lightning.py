@@ -152,28 +152,34 @@ def test_freeze_and_prune(tmp_path):
     assert not ((weight != 0) & (weight.abs() < 1e-2)).any()
 
 
-def test_freeze_with_several_optimizers_counts_the_steps_of_one(tmp_path):
-    class TwoOptimizers(Module):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-            self.scales = []
+class TwoOptimizers(Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.scales = []
 
-        def configure_optimizers(self):
-            other = torch.optim.SGD([self.model[0].bias], lr=1e-3)
-            return loops.padam(self.model), other
+    def configure_optimizers(self):
+        other = torch.optim.SGD([self.model[0].bias], lr=1e-3)
+        return loops.padam(self.model), other
 
-        def training_step(self, batch, index):
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, index))
-            for optimizer in self.optimizers():
-                optimizer.step()
-            self.scales.append(self.optimizers()[0].param_groups[0]["decay_scale"])
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        for optimizer in self.optimizers():
+            optimizer.step()
+        self.scales.append(self.optimizers()[0].param_groups[0]["decay_scale"])
 
+
+# max_steps counts the steps of all optimizers
+@pytest.mark.parametrize("length", [{}, {"max_epochs": -1, "max_steps": 40}])
+def test_several_optimizers_count_the_steps_of_one(length, tmp_path):
     module = TwoOptimizers()
-    trainer_with(tmp_path, SparsityCallback(freeze=0.5)).fit(module)
+    trainer_with(tmp_path, SparsityCallback(freeze=0.5), **length).fit(module)
     assert sum(scale == 1 for scale in module.scales) == len(module.scales) // 2
+    module = TwoOptimizers()
+    trainer_with(tmp_path, SparsityCallback(0.9), **length).fit(module)
+    assert sparsity(module).total == pytest.approx(0.9, abs=0.01)
 
 
 def test_errors_say_what_to_do(tmp_path):

@@ -88,6 +88,8 @@ class SparsityCallback(Callback):
         if self._actions.target is None and self._actions.freeze is None:
             return
         total = self._total_steps or trainer.estimated_stepping_batches
+        if not self._total_steps and trainer.max_steps > 0:  # counts the steps of all optimizers
+            total = min(total, max(1, trainer.max_steps // len(trainer.optimizers)))
         if total == float("inf"):
             raise ValueError(
                 "SparsityCallback needs the number of optimizer steps, which this Trainer does not "
