@@ -41,3 +41,12 @@ def test_average_has_the_zeros_of_the_weights(average, usual, use_buffers):
 def test_decay_must_be_a_share():
     with pytest.raises(ValueError, match=r"decay must be from 0 to 1, got 1\.5"):
         EMA(1.5)
+
+
+@pytest.mark.parametrize("average", [EMA(), SWA()])
+def test_average_of_many_tensors_raises(average):
+    model = nn.Linear(4, 2)
+    averaged = AveragedModel(model, multi_avg_fn=average)
+    averaged.update_parameters(model)  # the first one copies
+    with pytest.raises(TypeError, match="pass them as avg_fn, not as multi_avg_fn"):
+        averaged.update_parameters(model)

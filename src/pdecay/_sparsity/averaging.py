@@ -62,6 +62,11 @@ class SWA:
 
 @torch.no_grad()
 def _average(average: Tensor, current: Tensor, weight: float) -> Tensor:
+    if not isinstance(current, Tensor):
+        raise TypeError(
+            f"EMA and SWA average one tensor, got a {type(current).__name__}: pass them as avg_fn, "
+            "not as multi_avg_fn"
+        )
     if not (current.is_floating_point() or current.is_complex()):  # a counter of batches
         return current
     return torch.lerp(average, current, weight).masked_fill_(current == 0, 0.0)
