@@ -146,3 +146,20 @@ def test_eight_bit_optimizer_reaches_the_target(make):
     with torch.compiler.set_stance("force_eager"):
         model = loops.plain_loop(make=attached)
     assert loops.zeros(model) == pytest.approx(0.9, abs=0.002)
+
+
+@pytest.mark.parametrize("make", eight_bit_optimizers(), ids=lambda make: make.__name__)
+@torch.compiler.set_stance("force_eager")
+def test_target_ranks_tensors_with_eight_bit_state(make):
+    pytest.importorskip(make.__name__)
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 128))  # torchao keeps 32-bit state of fewer than 4096
+    optimizer = make([weight])
+    attach(optimizer, loops.DECAY)
+    target = SparsityTarget(optimizer, 0.5, total_steps=10)
+    large = torch.arange(64) % 2 == 1
+    for _ in range(10):
+        weight.grad = torch.randn(64, 128) * torch.where(large, 10.0, 0.1)[:, None]
+        optimizer.step()
+    assert target.sparsity == 0.5
+    assert (weight[large] == 0).sum() < (weight[~large] == 0).sum() / 2

@@ -114,9 +114,10 @@ def _squares(param: Tensor, optimizer: Optimizer) -> Tensor | None:
     state = optimizer.state.get(param, {})
     for key in _KEYS:
         squares = state.get(key)
-        # 8-bit and factored optimizers keep other shapes or types under the same name.
+        # 8-bit and factored optimizers keep other shapes, types or classes under the same name.
         if (
             isinstance(squares, Tensor)
+            and type(local_part(squares)) is Tensor
             and squares.shape == param.shape
             and (squares.is_floating_point() or squares.is_complex())
         ):
