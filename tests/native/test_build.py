@@ -135,6 +135,12 @@ def test_extra_compiler_flags(tmp_path):
     assert "unavailable" not in output
 
 
+@pytest.mark.parametrize("flag", ["-ffast-math", "-Ofast"])
+def test_flags_that_make_powers_wrong_are_refused(tmp_path, flag):
+    """With -ffast-math, factors of the decay were wrong by up to a third."""
+    assert "powers would be wrong with -ffast-math" in run(TRY, tmp_path, PDECAY_CFLAGS=flag)
+
+
 def test_compiler_does_not_read_the_input_of_the_process(tmp_path):
     code = "from pdecay._native import build; build._run(['cat'], '.'); print(input())"
     command = [sys.executable, "-c", code]

@@ -19,6 +19,10 @@
 #ifndef PDECAY_FASTPOW_H
 #define PDECAY_FASTPOW_H
 
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__)
+#error "powers would be wrong with -ffast-math, -Ofast or -fassociative-math: remove it from PDECAY_CFLAGS or CC"
+#endif
+
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -138,8 +142,8 @@ static fitted_f32 fit_power_f32(double q, double c)
 /* |w|^q * 2^whole from log2 |w|, clamped to 2^-126 .. 2^126 (2^-1022 .. 2^1022): never inf, never NaN.
  *
  * Adding 1.5 * 2^23 (plus the exponent bias) rounds to the nearest integer and leaves that integer in the low
- * bits; a shift moves it to the exponent of the result. Therefore this file must not be compiled with
- * -fassociative-math, a part of -ffast-math. */
+ * bits; a shift moves it to the exponent of the result. With -fassociative-math, a part of -ffast-math, the compiler
+ * would leave out the rounding. */
 INLINE float power_of_f32(log2_f32 x, power_f32 term)
 {
     const float rounder = 0x1.8p23f + 127.0f;
