@@ -100,6 +100,20 @@ def test_state_that_is_more_precise_than_the_weight_is_not_rounded(dtype):
         assert torch.equal(one, two)
 
 
+def test_bfloat16_state_of_a_float16_weight_is_not_rounded_to_float16():
+    """float16 has no numbers below 6e-8, as squared gradients are: Adam would divide by eps."""
+    torch.manual_seed(0)
+    w, grad = torch.randn(40, 50).half(), (1e-3 * torch.randn(40, 50)).half()
+    m, v = (1e-3 * torch.randn(40, 50)).bfloat16(), (1e-9 + 1e-9 * torch.rand(40, 50)).bfloat16()
+    wide = [tensor.float() for tensor in (w, grad, m, v)]
+    _adam_once(*wide)
+    _adam_once(w, grad, m, v)
+    for one, two in zip(
+        (w, m, v), (wide[0].half(), *map(torch.Tensor.bfloat16, wide[2:])), strict=True
+    ):
+        assert torch.equal(one, two)
+
+
 # With five threads, the parts of the last size end within a vector.
 @pytest.mark.parametrize("size", [17, 120_000, 100_003])
 @pytest.mark.parametrize("terms", [[(0.8, 1.0)], [(0.5, 1.0)], [(0.8, 1.0), (1.3, 1.0)]], ids=str)

@@ -198,4 +198,7 @@ def batches(
 def _most_precise(tensors: Tensors) -> torch.dtype:
     """Return the dtype of a weight, the first tensor, or a wider one of its gradient or state."""
     wide = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-    return max([tensors[0].dtype, *wide], key=lambda dtype: dtype.itemsize)
+    widest = max([tensors[0].dtype, *wide], key=lambda dtype: dtype.itemsize)
+    # Neither half precision has all numbers of the other one.
+    mixed = widest.itemsize == 2 and {torch.float16, torch.bfloat16} <= {*wide}
+    return torch.float32 if mixed else widest
