@@ -118,11 +118,33 @@ def test_retry_keeps_the_drawn_settings():
     trial = study.optuna.ask()
     drawn = settings_of(study, trial)
     assert settings_of(study, trial) == drawn
+    trial.set_user_attr("worker", {"home": "here", "pid": 1, "run": drawn.id})
     study.end(trial, TrialState.FAIL)
     study.top_up()
     again = study.optuna.ask()
     assert again.number != trial.number
     assert settings_of(study, again) == drawn
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe", "nsga2"])
+def test_worker_that_died_between_two_draws_does_not_change_the_settings(sampler, monkeypatch):
+    plan = search(1, sampler, lam=[Range(1e-4, 1.0)], p=[Range(0.5, 1.5)])
+    undisturbed = run_all(plan)["run 1"]
+    study = SweepStudy.open(InMemoryStorage(), "s", plan, resume=False)
+    suggest = optuna.Trial.suggest_float
+
+    def die_at_the_second(trial, *args, **options):
+        if trial.params:
+            raise KeyboardInterrupt
+        return suggest(trial, *args, **options)
+
+    trial = study.optuna.ask()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optuna.Trial, "suggest_float", die_at_the_second)
+        settings_of(study, trial)
+    study.end(trial, TrialState.FAIL)
+    study.top_up()
+    assert settings_of(study, study.optuna.ask()) == undisturbed
 
 
 @pytest.mark.parametrize(

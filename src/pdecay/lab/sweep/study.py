@@ -207,10 +207,15 @@ class SweepStudy:
         return trial.state != TrialState.COMPLETE or self.plan.is_result_of(attrs["cell"], record)
 
     def _add(self, cell: Cell, **attrs: Any) -> None:
-        """Queue a cell; a search keeps the values that an earlier attempt drew."""
+        """Queue a cell; a search keeps the values that an earlier attempt drew.
+
+        Only a trial with a worker's mark has drawn all of them. The rest of a part would be drawn
+        with random numbers that the part has used in an undisturbed run.
+        """
         params, distributions = self.plan.params(cell.key)
-        if cell.trials:
-            params, distributions = cell.trials[-1].params, cell.trials[-1].distributions
+        for trial in cell.trials:
+            if "worker" in trial.user_attrs:
+                params, distributions = trial.params, trial.distributions
         self.optuna.add_trial(
             optuna.trial.create_trial(
                 state=TrialState.WAITING,
