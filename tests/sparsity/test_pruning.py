@@ -465,9 +465,10 @@ class TestErrors:
             MagnitudePruning(unmoved([1.0])[1], 0.5, 10, start=start, ramp=ramp)
 
 
-def test_state_for_a_distributed_checkpoint_has_the_squares():
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])  # Adagrad has its state
+def test_state_for_a_distributed_checkpoint_has_the_squares(kind):
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = kind(model.parameters(), 0.1)
     pruning = GradualMagnitudePruning(optimizer, 0.5, 10, rank="adaptive")
     state = get_optimizer_state_dict(model, optimizer)["state"]  # runs a step to create it
     assert pruning.last_step == 0

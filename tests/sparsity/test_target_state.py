@@ -380,6 +380,31 @@ class TestResume:
         train(resumed, again, start=stop)
         assert_equal(resumed, model)
 
+    def test_squares_beside_the_first_state_of_adagrad_are_loaded(self):
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_optimizer_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        def adagrad(model):
+            optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)  # has state before a step
+            attach(optimizer, Lp(0.8, 1e-2))
+            SparsityTarget(optimizer, 0.9, STEPS)
+            return optimizer
+
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        model = build()
+        optimizer = adagrad(model)
+        train(model, optimizer, 20)
+        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+        resumed = copy.deepcopy(model)
+        train(model, optimizer, start=20)
+        again = adagrad(resumed)
+        set_optimizer_state_dict(resumed, again, saved, options=options)
+        train(resumed, again, start=20)
+        assert_equal(resumed, model)
+
     @pytest.mark.parametrize("built_first", [True, False])
     def test_checkpoint_of_another_target_starts_the_ramp_anew(self, built_first):
         model = build()

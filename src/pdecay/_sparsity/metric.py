@@ -77,6 +77,18 @@ def ranked_squares(param: Tensor, optimizer: Optimizer) -> Tensor | None:
     return squares
 
 
+def create_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
+    """Create missing squares of weights that have other state.
+
+    torch.distributed.checkpoint loads no state that does not exist yet. It creates missing state by
+    a step, but not for an optimizer that has some: Adagrad creates its own at the start.
+    """
+    local = local_optimizer(optimizer)
+    for param in params:
+        if local.state.get(param) and _squares(param, local) is None:
+            local.state[param][SQUARES] = torch.zeros_like(param, dtype=torch.float32)
+
+
 @torch.no_grad()
 def update_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
     """Update the running mean of squared gradients where the optimizer keeps none.

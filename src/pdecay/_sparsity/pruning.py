@@ -20,7 +20,13 @@ from pdecay._core.penalty import magnitude
 from pdecay._core.ramp import check_ramp, cubic_ramp, linear_ramp
 from pdecay._core.validation import check_count, check_number
 from pdecay._optim.hooks import StepHooks, is_skipped, only_creates_state, unwrap
-from pdecay._sparsity.metric import Rank, adaptive_scores, check_rank, update_squares
+from pdecay._sparsity.metric import (
+    Rank,
+    adaptive_scores,
+    check_rank,
+    create_squares,
+    update_squares,
+)
 from pdecay._sparsity.ranking import count_weights, count_zeros, zero_smallest_
 from pdecay._sparsity.shards import local_part
 
@@ -231,6 +237,8 @@ class GradualMagnitudePruning(_Pruning):
         check_ramp(start, end)
         self.start, self.end = start, end
         super().__init__(optimizer, total_steps, every, params)
+        if rank == "adaptive":
+            create_squares(self.params, self.optimizer)
         self._zeros: list[tuple[Tensor, Tensor]] = []
 
     def sparsity_at(self, step: int) -> float:

@@ -47,7 +47,7 @@ from pdecay._optim.hooks import (
 from pdecay._optim.state_precision import FLOAT16_CAUSE, FLOAT16_REMEDY
 from pdecay._sparsity.freezing import HOLD, decaying_list, hold_zeros, zero_keeping_groups
 from pdecay._sparsity.lost_zeros import ZeroWatch
-from pdecay._sparsity.metric import Rank, check_rank, update_squares
+from pdecay._sparsity.metric import Rank, check_rank, create_squares, update_squares
 from pdecay._sparsity.pools import PerLayer, Pool, check_per_layer, make_pools, steered
 from pdecay._sparsity.probing import Probes
 from pdecay._sparsity.pull import scale_at, taus_of
@@ -163,6 +163,9 @@ class SparsityTarget:
         warn_of_lost_state(self.optimizers)
         complete_state(list(self._groups()), self.target, self._end)
         self._list_scales()
+        if rank == "adaptive":
+            for one in self.optimizers:
+                create_squares(_steered_params(one), one)
         for hooks in self._hooks:
             hooks.register()
 
