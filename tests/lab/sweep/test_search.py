@@ -139,9 +139,10 @@ def test_worker_that_died_between_two_draws_does_not_change_the_settings(sampler
         return suggest(trial, *args, **options)
 
     trial = study.optuna.ask()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(optuna.Trial, "suggest_float", die_at_the_second)
-        settings_of(study, trial)
+        with pytest.raises(KeyboardInterrupt):
+            settings_of(study, trial)
     study.end(trial, TrialState.FAIL)
     study.top_up()
     assert settings_of(study, study.optuna.ask()) == undisturbed
