@@ -239,3 +239,13 @@ class TestMemoryLimit:
         state = {"x" * 100_000: torch.ones(3), "ü" * 50_000: torch.ones(2)}
         save(state, path)
         check_same(state, load(path))
+
+
+def test_default_device_is_ignored(path):
+    model, other = sparse_net(), sparse_net()
+    save(model, path)
+    with torch.device("meta"):
+        state = load(path)
+        load(path, other)
+    check_same(state, model.state_dict())
+    check_same(other.state_dict(), model.state_dict())

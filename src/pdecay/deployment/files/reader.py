@@ -103,7 +103,8 @@ class TensorFile(Container):
 
     def load(self, entry: TensorEntry) -> Tensor:
         """Return a new dense tensor. Call :meth:`check_contents` first."""
-        tensor = torch.empty(entry.row.shape, dtype=entry.row.dtype.torch)
+        # On the CPU, whatever torch's default device: the array below must be the tensor's memory.
+        tensor = torch.empty(entry.row.shape, dtype=entry.row.dtype.torch, device="cpu")
         array = to_array(tensor)
         if entry.row.encoding.kind == "dense":
             self.read_into(array, entry.values_at)
