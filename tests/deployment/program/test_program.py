@@ -162,6 +162,18 @@ class Nested(nn.Module):
         return {"y": y, "all": (y.sum(), [pair[1], None]), "mode": mode}
 
 
+def test_sparse_layer_with_two_names(tmp_path):
+    layer = SparseLinear(mostly_zero(nn.Linear(32, 32)))
+    model = nn.Sequential(layer, nn.Tanh(), layer).eval()
+    x = torch.randn(3, 32)
+    path = tmp_path / "model.safetensors"
+    pdecay.save(model, path, example_inputs=x)
+    loaded = pdecay.load(path)
+    calls = [node.op for node in loaded.program.graph.nodes if node.op.startswith("call_")]
+    assert calls == ["call_module", "call_function", "call_module"]
+    torch.testing.assert_close(loaded(x), model(x), rtol=1e-5, atol=1e-6)
+
+
 def test_nested_inputs_and_outputs(tmp_path):
     model, path = Nested(), tmp_path / "model.safetensors"
     x, shift = torch.randn(3, 4), torch.randn(3, 4)

@@ -60,7 +60,8 @@ def record_sparse_layers(model: nn.Module) -> None:
         owner = getattr(vars(module).get("forward"), "__self__", module)
         parents += owner.modules() if owner is not module else []
     for parent in parents:
-        for name, child in list(parent.named_children()):
+        # named_children would skip a second name of the same layer.
+        for name, child in list(parent._modules.items()):
             if isinstance(child, SparseLinear | SparseConv2d):
                 new.setdefault(child, _Recorded(child))
                 setattr(parent, name, new[child])
