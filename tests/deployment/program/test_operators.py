@@ -27,6 +27,25 @@ class LSTM(nn.LSTM):
         return super().forward(x)[0]
 
 
+class Masked(nn.Module):
+    """Python's operators on masks, with another tensor, with a number, and in place."""
+
+    def forward(self, x):
+        a, b = x > 0, x < 1
+        both = (a & b) | (a ^ b)
+        both &= a
+        both |= b
+        both ^= a
+        return x.masked_fill(both, 0.0), ((x * 8).long() & 5) | 2, (x * 8).long() ^ 3
+
+
+def test_bitwise_operators_of_python(tmp_path):
+    x = torch.randn(5, 7)
+    path = tmp_path / "m.safetensors"
+    pdecay.save(Masked(), path, example_inputs=x)
+    torch.testing.assert_close(pdecay.load(path)(2 * x[:3]), Masked()(2 * x[:3]))
+
+
 def _operators_with_checks():
     yield "weight norm", nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), torch.randn(2, 4)
     by_columns = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3), dim=1)

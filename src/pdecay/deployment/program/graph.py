@@ -37,6 +37,15 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"torch.{name}": getattr(torch, name) for name in ("sym_float", "sym_int", "sym_ite")},
 }
 _NAMES: dict[object, str] = {function: name for name, function in _FUNCTIONS.items()}
+# Python's &, | and ^ on tensors are private names of public operators.
+_PUBLIC: dict[object, OpOverload] = {
+    getattr(getattr(torch.ops.aten, f"__{prefix}{name}__"), overload): getattr(
+        getattr(torch.ops.aten, f"bitwise_{name}{'_' if prefix else ''}"), overload
+    )
+    for name in ("and", "or", "xor")
+    for prefix in ("", "i")  # "i": in place
+    for overload in ("Tensor", "Scalar")
+}
 # Constants of torch that appear as arguments, by their type.
 _TORCH_CONSTANTS = {
     "dtype": torch.dtype,
@@ -48,6 +57,7 @@ _OPERATOR = re.compile(r"aten\.([A-Za-z]\w*|_[A-Za-z]\w*)\.(\w+)")
 
 def operator_name(target: object) -> str:
     """Return the name of a node's function; raise TypeError if programs do not allow it."""
+    target = _PUBLIC.get(target, target)
     if isinstance(target, OpOverload):
         name: str = str(target)
         if name == SPARSE_LAYER or _find(name) is target:
