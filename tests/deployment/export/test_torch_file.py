@@ -96,6 +96,17 @@ def test_failed_export_leaves_no_file(tmp_path):
     export_torch(Local(3, 2), tmp_path / "model.pt2", torch.randn(1, 3))
 
 
+class Largest(nn.Module):
+    def forward(self, x):
+        return x.topk(2)  # a class that torch.export cannot store
+
+
+def test_outputs_that_cannot_be_stored(tmp_path):
+    with pytest.raises(ExportError, match=r"return_types\.topk"):
+        export_torch(Largest(), tmp_path / "model.pt2", torch.randn(3, 4))
+    assert not list(tmp_path.iterdir())
+
+
 def test_compact_prints_removed_units(run_cli, project):
     shown = run_cli("compact", "users_model:dead")
     assert shown.startswith("50 parameters -> 32 (36.0% fewer)\nremoved 3 units")

@@ -72,10 +72,14 @@ def _write_program(model: nn.Module, inputs: Inputs, file: BinaryIO) -> None:
 def _write_and_compare(model: nn.Module, inputs: Inputs, file: BinaryIO, free: Free) -> None:
     """Write a program, load it again, and compare its outputs, also with other batch sizes."""
     with quiet():
-        torch.export.save(exported(model, inputs, free).exported, file)
-        file.flush()
-        with open(file.name, "rb") as written:
-            program = torch.export.load(written).module()
+        exported_program = exported(model, inputs, free).exported
+        try:
+            torch.export.save(exported_program, file)
+            file.flush()
+            with open(file.name, "rb") as written:
+                program = torch.export.load(written).module()
+        except Exception as error:  # for example, outputs of a class that it does not know
+            raise ExportError(f"torch.export.save failed: {one_line(error)[:200]}") from error
         with evaluating(model):
             for given in (inputs, *(inputs.other_batches() if free != "none" else ())):
                 try:
