@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from pdecay import Lp, PAdam, param_groups
+from pdecay import Lp, PAdam, attach, param_groups
 
 STEPS = 60
 
@@ -45,3 +45,15 @@ def assert_equal(model, other):
 
 def padam(model, decay=Lp(0.8, 1)):  # noqa: B008
     return PAdam(param_groups(model), lr=1e-2, decay=decay)
+
+
+def attached(model, decay=Lp(0.8, 1)):  # noqa: B008
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+    attach(optimizer, decay)
+    return optimizer
+
+
+def attached_groups(model):
+    optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2, weight_decay=0)
+    attach(optimizer, Lp(0.8, 1))
+    return optimizer
