@@ -394,6 +394,63 @@ def test_example_that_hides_other_values_of_a_shuffle():
     torch.testing.assert_close(smaller(x), model(x))
 
 
+def pad(x, size):
+    return nn.functional.pad(x, (0, 0, 0, size - x.shape[1]))
+
+
+def join_with_zeros(x, size):
+    return torch.cat([x, x.new_zeros(len(x), size - x.shape[1], x.shape[2])], 1)
+
+
+def stack_with_zeros(x, size):
+    return torch.stack([*x.unbind(1), *[torch.zeros(len(x), x.shape[2])] * (size - x.shape[1])], 1)
+
+
+def write_into_zeros(x, size):
+    longer = torch.zeros(len(x), size, x.shape[2])
+    longer[:, : x.shape[1]] = x
+    return longer
+
+
+@pytest.mark.parametrize("fill", [pad, join_with_zeros, stack_with_zeros, write_into_zeros])
+def test_positions_that_are_filled_up_on_the_example(fill):
+    def forward(self, x):
+        return self.last(self.first(fill(self.words(x), 12).flatten(1)).relu())
+
+    layers = {"words": nn.Linear(2, 2), "first": nn.Linear(24, 6), "last": nn.Linear(6, 2)}
+    model = Model(forward, **layers)
+    model.words.weight.data[1] = 0  # constant in each word, but not after the last one
+    model.first.weight.data[:2, :16] = 0  # read only the words after the eighth
+    model.first.weight.data[0, 17::2] = model.first.weight.data[1, 16::2] = 0
+    smaller = compacted(model, torch.randn(3, 3, 2), also=[(torch.randn(3, 12, 2),)])
+    assert smaller.first.out_features == 6
+
+
+def test_channels_that_are_filled_up_with_zeros_do_not_keep_others():
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(torch.cat([x.relu(), torch.zeros(len(x), 2)], 1))
+
+    model = Model(forward, first=nn.Linear(3, 6), last=nn.Linear(8, 2))
+    model.last.weight.data[:, 1:3] = 0
+    assert compacted(model, torch.randn(2, 3)).first.out_features == 4
+
+
+@pytest.mark.parametrize("shape", [(12,), (4, 3)])
+def test_results_that_the_example_crops(shape):
+    def forward(self, x, number):
+        results = self.last(self.first(x).relu()).unflatten(1, shape)
+        return results[:, :number] if len(shape) == 1 else results[:, number]
+
+    model = Model(forward, first=nn.Linear(3, 8), last=nn.Linear(8, 12))
+    model.last.weight.data[:, 0] = 0
+    model.last.weight.data[:9, 1:4] = 0  # read only by the last three results
+    x = torch.randn(5, 3)
+    smaller = compacted(model, x, 2, also=[(x, 3)])
+    torch.testing.assert_close(smaller(x, shape[0] - 1), model(x, shape[0] - 1))
+    assert smaller.first.out_features == 7
+
+
 def test_expert_without_tokens_on_the_example():
     def forward(self, x):
         weights, chosen = self.router(x).softmax(-1).topk(2)

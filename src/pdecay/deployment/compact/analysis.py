@@ -14,7 +14,8 @@ import torch
 
 from pdecay._utils.errors import with_location
 from pdecay.deployment.compact.rules import OPAQUE, Consumer, rule_for
-from pdecay.deployment.compact.trace import Trace
+from pdecay.deployment.compact.rules.moves import mark_cropped
+from pdecay.deployment.compact.trace import Call, Trace
 from pdecay.deployment.compact.units import Units, fixed
 from pdecay.deployment.model.errors import CompactError
 
@@ -71,10 +72,22 @@ def analyse(trace: Trace, keep: dict[str, str]) -> Analysis:
         value.mark_live(True)
         for labels in value.labels:
             units.keep(labels.tolist(), "the model returns or stores them")
+    readers = _readers(trace)
     for call, rule in zip(reversed(trace.calls), reversed(rules), strict=True):
+        for value in call.outs:
+            mark_cropped(value, readers.get(id(value), []))
         rule.mark_live(call)
     found = [rule.consumer(call) for call, rule in zip(trace.calls, rules, strict=True)]
     return Analysis(trace, units, [one for one in found if one is not None], unknown)
+
+
+def _readers(trace: Trace) -> dict[int, list[Call]]:
+    """Return the operations that read each value, by its id."""
+    readers: dict[int, list[Call]] = {}
+    for call in trace.calls:
+        for value in call.ins:
+            readers.setdefault(id(value), []).append(call)
+    return readers
 
 
 def _initialize(trace: Trace, units: Units, keep: dict[str, str]) -> None:

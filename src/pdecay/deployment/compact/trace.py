@@ -45,6 +45,7 @@ class Value:
             the rows; None for all other tensors.
         static: whether it comes from parameters and buffers alone. The shape of any other tensor
             may follow the shape of the model's inputs.
+        sized: whether it comes from numbers as well, such as ``torch.zeros``, but not from inputs.
         labels: for each axis, the labels of its positions.
         varies: mask of the elements that depend on the model's inputs. The others are constant.
         live: mask of the elements that the model's outputs depend on.
@@ -54,6 +55,7 @@ class Value:
     name: str | None = None
     weight: str | None = None
     static: bool = False
+    sized: bool = False
     labels: list[Labels] = field(default_factory=list)
     varies: Tensor = field(default_factory=lambda: torch.zeros(()))
     live: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -266,10 +268,15 @@ class _Recorder(TorchDispatchMode):
         else:
             made = [self._add(Value(out), out) for out in outs]
         call = Call(op, values, named, made, tuple(self._running))
-        if not op._schema.is_mutable and call.name not in _SIZED:
+        if not op._schema.is_mutable:
             is_static = bool(call.ins) and all(value.static for value in call.ins)
+            is_static = is_static and call.name not in _SIZED
+            # new_zeros and zeros_like do not read the tensor they are given.
+            is_new = call.name.startswith("new_") or call.name.endswith("_like")
+            is_sized = is_new or all(value.static or value.sized for value in call.ins)
             for value in made:
                 value.static = is_static
+                value.sized = is_sized and not is_static
         self.calls.append(call)
         return result
 

@@ -171,6 +171,21 @@ def fill_all(values: Iterable[Value], varies: bool) -> None:
         value.varies = torch.full_like(value.tensor, varies, dtype=torch.bool)
 
 
+def uneven_along(value: Value, axes: Iterable[int]) -> Tensor:
+    """Mark all positions of these axes where not all of them have the same constant.
+
+    Code that fills a tensor up to a size, with zeros for instance, fills other positions for
+    inputs of other sizes.
+    """
+    first, mask = value.tensor, value.varies
+    for axis in axes:
+        first = first.narrow(axis, 0, 1)
+    mask = mask | (value.tensor != first)
+    for axis in axes:
+        mask = mask.any(axis, keepdim=True)
+    return mask.expand(value.tensor.shape)
+
+
 def reduce_mask(mask: Tensor, shape: torch.Size) -> Tensor:
     """Reduce a mask to the shape that was broadcast: True where any copy is True."""
     extra = mask.ndim - len(shape)

@@ -20,6 +20,7 @@ from pdecay.deployment.compact.rules.base import (
     keep_all,
     size_mismatch,
     split_groups,
+    uneven_along,
 )
 from pdecay.deployment.compact.trace import Call, Value
 from pdecay.deployment.compact.units import Labels, Units, fixed
@@ -126,6 +127,8 @@ class Padding(Mixing):
             # Code that pads to a multiple of a size pads nothing here, but does for other inputs.
             varies = varies | (value.tensor != (_argument(call, "value") or 0))
         out.varies = torch.ops.aten.constant_pad_nd(varies, call.args[1], False)
+        if not value.static:
+            out.varies = uneven_along(out, self.axes(call))
 
 
 class BatchNorm(Mixing):

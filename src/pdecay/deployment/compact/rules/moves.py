@@ -10,10 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdecay.deployment.compact.rules.base import Rule, fill_all, fixed_axes, size_mismatch
+from pdecay.deployment.compact.rules.base import (
+    Rule,
+    fill_all,
+    fixed_axes,
+    size_mismatch,
+    uneven_along,
+)
 from pdecay.deployment.compact.trace import Call, Value
 from pdecay.deployment.compact.units import Labels, Units, fixed
 
+_CROPS = {"slice", "select"}
 _TRANSPOSITIONS = {"t", "transpose", "permute"}
 
 
@@ -96,8 +103,7 @@ class Join(_Rearrangement):
         (out,) = call.outs
         # cat skips empty 1-d tensors.
         values = [value for value in call.args[0] if tuple(value.tensor.shape) != (0,)]
-        axis = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
-        axis %= out.tensor.ndim
+        axis = self._axis(call)
         out.labels = fixed_axes(out)
         others = [i for i in range(out.tensor.ndim) if i != axis]
         if call.name == "cat":
@@ -110,13 +116,23 @@ class Join(_Rearrangement):
                 units.tie(first, own, size_mismatch(call))
                 out.labels[i] = own
 
+    def mark_varying(self, call: Call) -> None:
+        super().mark_varying(call)
+        (out,) = call.outs
+        if any(value.sized for value in call.ins):
+            out.varies = uneven_along(out, [self._axis(call)])
+
+    def _axis(self, call: Call) -> int:
+        axis: int = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
+        return axis % call.outs[0].tensor.ndim
+
 
 class Overwrite(_Rearrangement):
     """A tensor with some positions of one axis replaced: ``slice_scatter``, ``select_scatter``."""
 
     def label(self, call: Call, units: Units) -> None:
         (base, part), (out,) = call.ins, call.outs
-        axis = (call.args[2] if len(call.args) > 2 else 0) % base.tensor.ndim
+        axis = self._axis(call)
         reason = f"{call} overwrites some of them by index"
         units.keep(base.labels[axis].tolist(), reason)
         labels = list(part.labels)
@@ -128,6 +144,32 @@ class Overwrite(_Rearrangement):
             if i != axis:
                 units.tie(own, other, size_mismatch(call))
         out.labels = base.labels
+
+    def mark_varying(self, call: Call) -> None:
+        super().mark_varying(call)
+        (out,) = call.outs
+        if not out.static:
+            out.varies = uneven_along(out, [self._axis(call)])
+
+    def _axis(self, call: Call) -> int:
+        axis: int = call.args[2] if len(call.args) > 2 else 0
+        return axis % call.outs[0].tensor.ndim
+
+
+def mark_cropped(value: Value, readers: list[Call]) -> None:
+    """Mark the elements that every reader crops away, where others along the axis are live.
+
+    The crop may depend on the size of the inputs or on an argument: ``forecast[:, :horizon]``.
+    """
+    if not readers or any(call.name not in _CROPS for call in readers):
+        return
+    with torch.enable_grad():
+        probe = torch.zeros_like(value.tensor, dtype=torch.float32, requires_grad=True)
+        (read,) = torch.autograd.grad([call.run(lambda _: probe).sum() for call in readers], probe)
+    lines = value.live
+    for call in readers:
+        lines = lines.any(call.args[1] if len(call.args) > 1 else 0, keepdim=True)
+    value.mark_live((read == 0) & lines)
 
 
 def _unlabelled(call: Call, value: Value, out: Value, axis: int, units: Units) -> Labels:
