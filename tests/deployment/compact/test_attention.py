@@ -174,6 +174,20 @@ def test_layer_with_two_names_stays_one_layer():
     assert smaller.first.num_heads == HEADS - 1
 
 
+@pytest.mark.parametrize("hook", ["forward", "forward_pre"])
+def test_layer_with_hooks_is_kept(hook):
+    calls = []
+    torchs, _ = pair(batch_first=True)
+    torchs.out_proj.weight.data[:, :4] = 0
+    getattr(torchs, f"register_{hook}_hook")(lambda *args: calls.append(args))
+    model = Model(lambda self, x: self.attention(x, x, x)[0], attention=torchs)
+    x = torch.randn(2, LENGTH, WIDTH)
+    smaller = compacted(model, x)
+    calls.clear()
+    smaller(x)
+    assert calls
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("in_example", [True, False])
 def test_encoder_that_nests_padded_sequences(in_example):

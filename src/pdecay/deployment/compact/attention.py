@@ -45,6 +45,7 @@ class MultiheadAttention(nn.Module):
             and source._qkv_same_embed_dim
             and source.bias_k is None
             and not source.add_zero_attn
+            and not (source._forward_hooks or source._forward_pre_hooks)  # they would be lost
         )
 
     def forward(
