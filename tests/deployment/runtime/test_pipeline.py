@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from pdecay.deployment.compact import CompactError
+from pdecay.deployment.compact import CompactError, compact
 from pdecay.deployment.layers import kernel as layers_kernel
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLinear
 from pdecay.deployment.model.errors import DeploymentError
@@ -391,6 +391,11 @@ def test_invalid_models_are_rejected(clock):
         deploy(compiled, torch.randn(1, 2))
     with pytest.raises(TypeError, match="the model is compiled"):
         deploy(torch.jit.ScriptModule(), torch.randn(1, 2))
+    scripted = nn.Sequential(nn.ReLU(), torch.jit.script(model))
+    with pytest.raises(TypeError, match="1 is compiled"):
+        deploy(scripted, torch.randn(1, 2))
+    with pytest.raises(CompactError, match="1 is a RecursiveScriptModule, which has no layers"):
+        compact(scripted, torch.randn(1, 2))
     with torch.device("meta"):
         empty = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="weight is on the meta device and has no values"):

@@ -271,17 +271,18 @@ class _Compaction:
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"compact needs a torch.nn.Module, got {type(model).__name__}")
-    kind = type(model).__name__
-    if isinstance(model, torch.jit.ScriptModule):
-        raise CompactError(
-            f"a {kind} has no layers that can be resized: compact the original model"
-        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CompactError(
+                f"{name or 'the model'} is a {type(module).__name__}, which has no layers that can "
+                "be resized: compact the original model"
+            )
     if hasattr(model, "_orig_mod"):
         raise CompactError(
             "the model is compiled: compact the original model, then compile the result"
         )
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise CompactError(f"{kind} is a wrapper: give its .module")
+        raise CompactError(f"{type(model).__name__} is a wrapper: give its .module")
     for name, tensor in _tensors(model):
         if is_lazy(tensor):
             raise CompactError(f"{name} is not initialized: run the model once before compact")

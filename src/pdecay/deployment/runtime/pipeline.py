@@ -229,9 +229,11 @@ def _check_deployable(model: object) -> None:
         raise TypeError(f"deploy needs a torch.nn.Module, got {type(model).__name__}")
     # Compare class names: importing the class of torch.compile takes a second.
     compiled = [
-        name for name, one in model.named_modules() if type(one).__name__ == "OptimizedModule"
+        name
+        for name, one in model.named_modules()
+        if type(one).__name__ == "OptimizedModule" or isinstance(one, torch.jit.ScriptModule)
     ]
-    if compiled or isinstance(model, torch.jit.ScriptModule):
+    if compiled:
         raise TypeError(
             f"{''.join(compiled[:1]) or 'the model'} is compiled, which hides its layers: deploy "
             "the original model"
