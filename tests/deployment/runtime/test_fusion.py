@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -227,6 +228,18 @@ class Remembers(Block):
         return self.seen[-1]
 
 
+class RemembersElsewhere(Block):
+    """A forward that stores its result in an object of the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = SimpleNamespace(last=None)
+
+    def forward(self, x):
+        self.seen.last = functional.relu(self.first(x))
+        return self.seen.last
+
+
 class Counts(Block):
     runs = 0
 
@@ -283,7 +296,8 @@ class ByName(Block):
     "kind",
     [
         *(Branches, Optional, UsedTwice, ChangesTheOther, Scaled, OwnTensor, Hooked, Reused),
-        *(Remembers, Counts, MayBeNone, OptionalKey, OptionalPart, ChecksType, Replaced, ByName),
+        *(Remembers, RemembersElsewhere, Counts, MayBeNone, OptionalKey, OptionalPart),
+        *(ChecksType, Replaced, ByName),
     ],
 )
 def test_unsafe_forwards_are_not_fused(kind):

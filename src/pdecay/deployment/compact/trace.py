@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from pdecay.deployment.compact.units import Labels
 from pdecay.deployment.model.inputs import Inputs
@@ -128,8 +128,8 @@ class Trace:
     Args:
         calls: the operations in order.
         values: all tensors; parameters and buffers come first.
-        outputs: the tensors that the code converted to lists or arrays, and those that the model
-            returned or stored in attributes.
+        outputs: the tensors that the code converted to lists or arrays, those that the model
+            returned or stored in attributes, and those that its forward hooks see.
         error: the exception that ended the run early.
     """
 
@@ -193,6 +193,8 @@ def _record(
         for key, tensor in _attributes(model).items():
             if key not in stored:
                 add_attribute(tensor)
+        for tensor in tensors_of(recorder.shown):
+            add_output(tensor)
 
     error: Exception | None = None
     with (
@@ -210,12 +212,12 @@ def _record(
 
 
 def _attributes(model: nn.Module) -> dict[int, Tensor]:
-    """Return the tensors in the attributes of all modules, by id.
+    """Return the tensors in the attributes of all modules, also in objects, by id.
 
     Code may store a result there instead of returning it, such as a loss or features.
     """
-    leaves = tree_leaves([vars(module) for module in model.modules()])
-    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    found = tensors_of([vars(module) for module in model.modules()])
+    return {id(tensor): tensor for tensor in found}
 
 
 class _OnConversion(TorchFunctionMode):
@@ -243,6 +245,7 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self._model = model
+        self.shown: list[Any] = []  # what the model's own hooks see
         self._running: list[str] = []  # names of modules
         # By id. The values keep their tensors alive, so that no id is used twice.
         self._value_of: dict[int, Value] = {}
@@ -285,6 +288,8 @@ class _Recorder(TorchDispatchMode):
         """Record which modules are running."""
         hooks = []
         for name, module in self._model.named_modules():
+            if module._forward_hooks:
+                hooks.append(module.register_forward_hook(self._show, prepend=True))
             hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
             hooks.append(module.register_forward_hook(self._leave, always_call=True))
         try:
@@ -295,6 +300,9 @@ class _Recorder(TorchDispatchMode):
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._running.append(name)
+
+    def _show(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.shown.append((args, output))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._running:

@@ -23,17 +23,20 @@ def tensors_of(output: object) -> Iterator[Tensor]:
     Objects are for example dataclasses and the distributions of ``torch.distributions``. Those of
     the transformers package, such as a key-value cache, are skipped, and so are modules.
     """
-    yield from _tensors_in(output, {})
+    return (one for one in objects_in(output) if isinstance(one, Tensor))
 
 
-def _tensors_in(output: object, seen: dict[int, object]) -> Iterator[Tensor]:
-    """Yield the tensors in an output, except in objects that were seen; they are kept alive."""
-    if isinstance(output, Tensor):
-        yield output
-    elif id(output) not in seen and not isinstance(output, type | nn.Module):
+def objects_in(output: object, seen: dict[int, object] | None = None) -> Iterator[object]:
+    """Yield an object and all that it contains, except the parts of tensors, types and modules.
+
+    The parts of an object are yielded once; `seen` keeps such objects alive.
+    """
+    seen = {} if seen is None else seen
+    yield output
+    if id(output) not in seen and not isinstance(output, type | Tensor | nn.Module):
         seen[id(output)] = output
         for value in _parts(output):
-            yield from _tensors_in(value, seen)
+            yield from objects_in(value, seen)
 
 
 def _parts(output: object) -> list[object]:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from pdecay.deployment.layers.modules import SparseLayer
+from pdecay.deployment.model.outputs import objects_in
 from pdecay.deployment.model.state import shared_copy
 from pdecay.deployment.runtime.usage import has_hooks
 
@@ -105,8 +105,8 @@ def _may_branch_on_arguments(forward: Any) -> bool:
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """Return the attributes of a module and its submodules."""
-    return tree_leaves([vars(one) for one in module.modules()])
+    """Return the attributes of a module and its submodules, and the objects in them."""
+    return [part for one in module.modules() for part in objects_in(vars(one))]
 
 
 def _drop_identities(graph: fx.Graph, module: nn.Module) -> None:

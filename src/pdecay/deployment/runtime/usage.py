@@ -147,9 +147,9 @@ class _Tracker(TorchFunctionMode):
 
     def finish(self, output: Any) -> None:
         self._record_uses(list(tensors_of(output)), None)
-        for leaf in tree_leaves([vars(module) for module in self.names]):
-            if id(leaf) in self.latest:  # stored in an attribute, which the caller may read
-                self.latest[id(leaf)].users.append(None)
+        for tensor in tensors_of([vars(module) for module in self.names]):
+            if id(tensor) in self.latest:  # stored in an attribute, which the caller may read
+                self.latest[id(tensor)].users.append(None)
 
     def next_of(self) -> dict[nn.Module, nn.Module]:
         users: dict[nn.Module, list[nn.Module | None]] = {}
