@@ -451,6 +451,22 @@ def test_results_that_the_example_crops(shape):
     assert smaller.first.out_features == 7
 
 
+@pytest.mark.parametrize(("number", "other"), [(1.0, 9.0), (torch.tensor(4), torch.tensor(9))])
+def test_unit_that_is_constant_for_a_number_only(number, other):
+    def forward(self, x, number):
+        scale = float(number) if isinstance(number, torch.Tensor) else number
+        return self.last((self.first(x) + scale * self.second(x)).relu())
+
+    model = Model(forward, first=nn.Linear(3, 6), second=nn.Linear(3, 6), last=nn.Linear(6, 2))
+    for layer in (model.first, model.second):
+        layer.weight.data[:3] = 0
+    model.first.bias.data[:3] = torch.tensor([-5.0, -5.0, -1.0])
+    model.second.bias.data[:3] = torch.tensor([1.0, 1.0, 0.0])
+    x = torch.randn(5, 3)
+    smaller = compacted(model, x, number, also=[(x, other)])
+    assert smaller.first.out_features == 5  # one unit is zero for any number
+
+
 def test_expert_without_tokens_on_the_example():
     def forward(self, x):
         weights, chosen = self.router(x).softmax(-1).topk(2)

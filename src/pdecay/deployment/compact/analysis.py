@@ -68,6 +68,8 @@ def analyse(trace: Trace, keep: dict[str, str]) -> Analysis:
                 unknown.append(str(call))
             OPAQUE.mark_varying(call)
             OPAQUE.label(call, units)
+        for value in call.outs:
+            value.varies = value.varies | value.changed
     for value in trace.outputs:
         value.mark_live(True)
         for labels in value.labels:

@@ -183,6 +183,9 @@ class _Compaction:
             raise CompactError(f"the model cannot be traced: {trace.error}") from trace.error
         for value in trace.values:
             check_plain("a tensor in the forward", value.tensor, "compact", CompactError)
+        # A unit may be constant only for the numbers of the example, such as a scale.
+        for inputs in self.inputs.other_numbers(in_tensors=trace.reads_numbers):
+            trace.mark_changed(record(current, inputs))
         return analyse(trace, _fixed_tensors(current))
 
     def _update_kept(self, removal: Removal, trace: Trace) -> None:

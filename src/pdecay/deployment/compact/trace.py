@@ -49,6 +49,7 @@ class Value:
         labels: for each axis, the labels of its positions.
         varies: mask of the elements that depend on the model's inputs. The others are constant.
         live: mask of the elements that the model's outputs depend on.
+        changed: mask of the elements that differ in a run with other numbers.
     """
 
     tensor: Tensor
@@ -59,6 +60,7 @@ class Value:
     labels: list[Labels] = field(default_factory=list)
     varies: Tensor = field(default_factory=lambda: torch.zeros(()))
     live: Tensor = field(default_factory=lambda: torch.zeros(()))
+    changed: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.bool))
 
     @property
     def nonzero(self) -> Tensor:
@@ -142,6 +144,20 @@ class Trace:
     def named(self) -> dict[str, Value]:
         """Parameters and buffers by name."""
         return {value.name: value for value in self.values if value.name is not None}
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether the code takes a number out of a tensor, by ``item()`` or ``int()``."""
+        return any(call.name == "_local_scalar_dense" for call in self.calls)
+
+    def mark_changed(self, other: Trace) -> None:
+        """Mark the elements that differ in another run, as far as it has the same operations."""
+        for call, theirs in zip(self.calls, other.calls, strict=False):
+            if call.op is not theirs.op or call.modules != theirs.modules:
+                break  # a number chooses another layer
+            for value, got in zip(call.outs, theirs.outs, strict=True):
+                if value.tensor.shape == got.tensor.shape:
+                    value.changed = value.changed | (value.tensor != got.tensor)
 
 
 def record(model: nn.Module, inputs: Inputs) -> Trace:

@@ -130,7 +130,7 @@ class Inputs:
         single = [self._map(lambda tensor: tensor[:1])] if len(self.tensors[0]) > 1 else []
         return [self.repeated(), *single]
 
-    def other_numbers(self) -> list[Self]:
+    def other_numbers(self, *, in_tensors: bool = True) -> list[Self]:
         """Return these inputs with other numbers, one argument at a time.
 
         A model may compute with a number, so that a unit is constant only for the example. The
@@ -138,7 +138,7 @@ class Inputs:
         change it, since all may be equal.
         """
         found = []
-        for change in (_other_number, _other_integers):
+        for change in (_other_number, _other_integers) if in_tensors else (_other_number,):
             for i, value in enumerate(self.args):
                 args = (*self.args[:i], tree_map(change, value), *self.args[i + 1 :])
                 found.append(replace(self, args=args))
