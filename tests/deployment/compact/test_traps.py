@@ -467,6 +467,21 @@ def test_unit_that_is_constant_for_a_number_only(number, other):
     assert smaller.first.out_features == 5  # one unit is zero for any number
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_position_map_that_is_resized(mode):
+    def forward(self, x):
+        x = self.first(x)
+        where = nn.functional.interpolate(self.where, size=x.shape[-2:], mode=mode)
+        return self.last(x + where)
+
+    layers = {"first": nn.Conv2d(2, 4, 1), "last": nn.Conv2d(4, 3, 1)}
+    model = Model(forward, **layers, where=nn.Parameter(torch.zeros(1, 4, 16, 16)))
+    model.first.weight.data[:2] = model.first.bias.data[:2] = 0
+    model.where.data[0, 1, 5, 9] = 1  # between the pixels that images of 4 x 4 read
+    images = [(torch.randn(2, 2, size, size),) for size in (4, 12, 16)]
+    assert compacted(model, *images[0], also=images[1:]).first.out_channels == 3
+
+
 def test_expert_without_tokens_on_the_example():
     def forward(self, x):
         weights, chosen = self.router(x).softmax(-1).topk(2)

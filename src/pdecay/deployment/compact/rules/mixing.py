@@ -35,6 +35,8 @@ _SHARING |= {"logcumsumexp", "logsumexp"}
 class Mixing(Rule):
     """An operation that mixes axes of its first input and reads all of its other inputs."""
 
+    resizes = False  # whether it makes axes of a size that may be the size of an input
+
     @abstractmethod
     def axes(self, call: Call) -> set[int]:
         """Return the mixed axes of the first input."""
@@ -57,7 +59,7 @@ class Mixing(Rule):
     def mark_varying(self, call: Call) -> None:
         value, *others = call.ins
         mixed = sorted(self.axes(call))
-        varies = _any_over(value.varies, mixed) | _follows_size(call, mixed)
+        varies = _any_over(value.varies, mixed) | _follows_size(call, mixed, self.resizes)
         reads_varying = any(bool(other.varies.any()) for other in others)
         for out in call.outs:
             own = varies | reads_varying
@@ -93,6 +95,8 @@ class Along(Mixing):
 
 class Spatial(Mixing):
     """Mixes pixels: the last axes, as many as the operation's name says (``avg_pool2d``)."""
+
+    resizes = True
 
     def axes(self, call: Call) -> set[int]:
         (count,) = (int(digit) for digit in re.findall(r"(\d)d", call.name))
@@ -246,14 +250,14 @@ def _any_over(mask: Tensor, axes: list[int]) -> Tensor:
     return mask.amax(axes, keepdim=True) if axes else mask
 
 
-def _follows_size(call: Call, axes: list[int]) -> Tensor | bool:
+def _follows_size(call: Call, axes: list[int], resizes: bool = False) -> Tensor | bool:
     """Return the constant elements that may change with the size of the mixed axes.
 
     That size may be the number of pixels or words of an input. A sum of equal constants grows with
     it. So does the share of the first ones in a mean of unequal constants.
     """
     value = call.ins[0]
-    if value.static or not axes or not value.tensor.numel():
+    if (value.static and not resizes) or not axes or not value.tensor.numel():
         return False
     if call.name in _GROWING:
         return _any_over(value.nonzero, axes)
