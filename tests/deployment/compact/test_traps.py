@@ -451,6 +451,43 @@ def test_results_that_the_example_crops(shape):
     assert smaller.first.out_features == 7
 
 
+def test_pieces_that_the_example_does_not_read():
+    def forward(self, x, number):
+        read, _ = self.last(self.first(x).relu()).split([number, 12 - number], 1)
+        return read
+
+    model = Model(forward, first=nn.Linear(3, 8), last=nn.Linear(8, 12))
+    model.last.weight.data[:, 0] = 0
+    model.last.weight.data[:9, 1:4] = 0  # read only by the last three results
+    x = torch.randn(5, 3)
+    smaller = compacted(model, x, 2, also=[(x, 11)])
+    assert smaller.first.out_features == 7
+
+
+def test_half_of_the_results_that_is_not_read_is_removed():
+    def forward(self, x):
+        mean, _ = self.last(self.first(x).relu()).chunk(2, 1)  # as in an autoencoder
+        return mean
+
+    model = Model(forward, first=nn.Linear(3, 8), last=nn.Linear(8, 12))
+    model.last.weight.data[:6, :3] = 0
+    assert compacted(model, torch.randn(5, 3)).first.out_features == 5
+
+
+def test_position_table_that_is_split_at_the_length():
+    def forward(self, x):
+        where, _ = self.where.split([x.shape[1], 12 - x.shape[1]])
+        return self.last((self.first(x) + where).relu())
+
+    model = Model(forward, first=nn.Linear(3, 8), last=nn.Linear(8, 2))
+    model.where = nn.Parameter(torch.randn(12, 8))
+    model.first.weight.data[:4] = 0
+    model.where.data[:8, :4] = model.where.data[:1, :4]  # constant up to the eighth position
+    x = torch.randn(5, 4, 3)
+    smaller = compacted(model, x, also=[(torch.randn(5, 12, 3),)])
+    assert smaller.first.out_features == 8
+
+
 @pytest.mark.parametrize(("number", "other"), [(1.0, 9.0), (torch.tensor(4), torch.tensor(9))])
 def test_unit_that_is_constant_for_a_number_only(number, other):
     def forward(self, x, number):

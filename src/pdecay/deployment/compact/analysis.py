@@ -14,7 +14,8 @@ import torch
 
 from pdecay._utils.errors import with_location
 from pdecay.deployment.compact.rules import OPAQUE, Consumer, rule_for
-from pdecay.deployment.compact.rules.moves import mark_cropped
+from pdecay.deployment.compact.rules.base import fill_all
+from pdecay.deployment.compact.rules.moves import mark_cropped, mark_unread, unread_pieces
 from pdecay.deployment.compact.trace import Call, Trace
 from pdecay.deployment.compact.units import Units, fixed
 from pdecay.deployment.model.errors import CompactError
@@ -50,6 +51,7 @@ def analyse(trace: Trace, keep: dict[str, str]) -> Analysis:
     """
     units = Units()
     _initialize(trace, units, keep)
+    readers = _readers(trace)
     rules = [rule_for(call) for call in trace.calls]
     unknown = []
     for i, call in enumerate(trace.calls):
@@ -68,16 +70,19 @@ def analyse(trace: Trace, keep: dict[str, str]) -> Analysis:
                 unknown.append(str(call))
             OPAQUE.mark_varying(call)
             OPAQUE.label(call, units)
+        if call.outs and call.outs[0].static and unread_pieces(call, readers):
+            fill_all(call.outs, True)  # the number of rows may depend on the input
         for value in call.outs:
             value.varies = value.varies | value.changed
     for value in trace.outputs:
         value.mark_live(True)
         for labels in value.labels:
             units.keep(labels.tolist(), "the model returns or stores them")
-    readers = _readers(trace)
     for call, rule in zip(reversed(trace.calls), reversed(rules), strict=True):
         for value in call.outs:
             mark_cropped(value, readers.get(id(value), []))
+        if unread := unread_pieces(call, readers):
+            mark_unread(call, unread)
         rule.mark_live(call)
     found = [rule.consumer(call) for call, rule in zip(trace.calls, rules, strict=True)]
     return Analysis(trace, units, [one for one in found if one is not None], unknown)

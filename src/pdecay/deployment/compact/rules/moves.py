@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -170,6 +170,25 @@ def mark_cropped(value: Value, readers: list[Call]) -> None:
     for call in readers:
         lines = lines.any(call.args[1] if len(call.args) > 1 else 0, keepdim=True)
     value.mark_live((read == 0) & lines)
+
+
+def unread_pieces(call: Call, readers: Mapping[int, object]) -> list[Value]:
+    """Return the pieces of a split that no operation reads, if the sizes differ.
+
+    Sizes such as ``[length, rest]`` may depend on the inputs or on an argument, and other elements
+    are then in the pieces that are read.
+    """
+    if not call.name.endswith("split_with_sizes") or len(set(call.args[1])) == 1:
+        return []
+    return [out for out in call.outs if id(out) not in readers]
+
+
+def mark_unread(call: Call, unread: list[Value]) -> None:
+    """Mark pieces of a split that are not read where others along the axis are live."""
+    axis = call.args[2] if len(call.args) > 2 else 0
+    live = torch.cat([out.live for out in call.outs], axis).any(axis, keepdim=True)
+    for out in unread:
+        out.mark_live(live.expand_as(out.live))
 
 
 def _unlabelled(call: Call, value: Value, out: Value, axis: int, units: Units) -> Labels:
