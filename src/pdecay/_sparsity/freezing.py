@@ -71,8 +71,13 @@ def decaying_list(optimizer: object, caller: str) -> list[Optimizer]:
     given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     optimizers = [decaying(one, caller) for one in given]
     for wrapper in (wrapper for one in given for wrapper in unwrapping(one)):
-        if hasattr(wrapper, "train_mode"):  # of a wrapper that makes an optimizer schedule-free
-            raise _averages(wrapper, caller)
+        # Schedule-free optimizers have it in their groups, wrappers that make one as an attribute.
+        if hasattr(wrapper, "train_mode") or any("train_mode" in g for g in wrapper.param_groups):
+            raise ValueError(
+                f"{caller}: {type(wrapper).__name__} evaluates the model with averages of the "
+                "weights, which are not zero where the weights are; use an optimizer with a "
+                "learning rate schedule instead of a schedule-free one"
+            )
     if not optimizers:
         raise ValueError(f"{caller}: the list of optimizers is empty")
     if len({*map(id, optimizers)}) < len(optimizers):
@@ -88,8 +93,6 @@ def zero_keeping_groups(optimizer: Optimizer, caller: str) -> list[Group]:
             f'{caller} needs zeros that stay zero, and with step="prox" weights leave zero again; '
             'attach with step="decay"'
         )
-    if any("train_mode" in group for group in optimizer.param_groups):
-        raise _averages(optimizer, caller)
     _check_rates(optimizer, caller)
     groups = [
         group
@@ -109,14 +112,6 @@ def zero_keeping_groups(optimizer: Optimizer, caller: str) -> list[Group]:
                 "weights can leave zero; use Instant()"
             )
     return groups
-
-
-def _averages(optimizer: Optimizer, caller: str) -> ValueError:
-    return ValueError(
-        f"{caller}: {type(optimizer).__name__} evaluates the model with averages of the weights, "
-        "which are not zero where the weights are; use an optimizer with a learning rate schedule "
-        "instead of a schedule-free one"
-    )
 
 
 def _check_rates(optimizer: Optimizer, caller: str) -> None:

@@ -103,15 +103,13 @@ def update_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
         if param.grad is None:
             continue
         squares = _squares(param, local)
-        if squares is None:
-            squares = torch.zeros_like(_magnitudes(param.grad))
-            local.state[param][SQUARES] = squares
-        elif local.state[param].get(SQUARES) is not squares:
+        if squares is not None and local.state[param].get(SQUARES) is not squares:
             continue
-        if squares.dtype != torch.float32:  # loaded without our hooks
-            squares = squares.float()
-            local.state[param][SQUARES] = squares
         square = _magnitudes(param.grad).square_()
+        if squares is None:
+            squares = local.state[param][SQUARES] = torch.zeros_like(square)
+        elif squares.dtype != torch.float32:  # loaded without our hooks
+            squares = local.state[param][SQUARES] = squares.float()
         if torch.isfinite(square).all():  # one infinite gradient would make the mean infinite
             squares.lerp_(square, 1 - _BETA)
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear, scaled_dot_product_attention
 
+from pdecay.deployment.model.state import replace_modules
+
 
 class MultiheadAttention(nn.Module):
     """Attention with `num_heads` heads of `head_dim` dimensions each.
@@ -160,17 +162,13 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.no_grad()
 def replace_attention(model: nn.Module) -> bool:
     """Replace ``nn.MultiheadAttention`` layers with dead heads, in place; return whether any."""
-    made: dict[nn.Module, MultiheadAttention] = {}  # a layer that is used twice stays one layer
-    for module in list(model.modules()):
-        # named_children would skip a second name of the same module.
-        for name, child in list(module._modules.items()):
-            if child is None or not MultiheadAttention.can_replace(child):
-                continue
-            if child not in made and _has_dead_heads(child):
-                made[child] = MultiheadAttention(child)
-            if child in made:
-                setattr(module, name, made[child])
-    return bool(made)
+    new: dict[nn.Module, nn.Module] = {
+        layer: MultiheadAttention(layer)
+        for layer in model.modules()
+        if layer is not model and MultiheadAttention.can_replace(layer) and _has_dead_heads(layer)
+    }
+    replace_modules(model, new)
+    return bool(new)
 
 
 def _has_dead_heads(attention: nn.MultiheadAttention) -> bool:

@@ -1,4 +1,4 @@
-"""A model's modes, copies and memory."""
+"""A model's modes, modules, copies and memory."""
 
 from __future__ import annotations
 
@@ -51,6 +51,16 @@ def check_plain(name: str, tensor: Tensor, caller: str, error: type[Exception]) 
             f"{name} is a {kind}: {caller} needs plain tensors, so call it before a quantization "
             "and convert sparse tensors with to_dense()"
         )
+
+
+def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Replace modules wherever they occur; return the model, which may itself be replaced."""
+    for parent in list(model.modules()):
+        # named_children would skip a second name of the same module.
+        for name, child in list(parent._modules.items()):
+            if child is not None and child in new:
+                setattr(parent, name, new[child])
+    return new.get(model, model)
 
 
 def shared_copy(model: Model) -> Model:

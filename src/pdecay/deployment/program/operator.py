@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer, SparseLinear
+from pdecay.deployment.model.state import replace_modules
 
 # Arguments of nn.Conv2d that the operator stores besides the weight's shape.
 _CONV_OPTIONS = ("stride", "padding", "dilation", "groups", "padding_mode")
@@ -54,17 +55,17 @@ def make_layer(weight: Tensor, bias: Tensor | None, options: str) -> SparseLayer
 
 def record_sparse_layers(model: nn.Module) -> None:
     """Replace all sparse layers inside a model, in place, by calls of the operator."""
-    new: dict[nn.Module, nn.Module] = {}
-    parents = list(model.modules())
-    for module in model.modules():  # deploy replaces forwards by those of graph modules
-        owner = getattr(vars(module).get("forward"), "__self__", module)
-        parents += owner.modules() if owner is not module else []
-    for parent in parents:
-        # named_children would skip a second name of the same layer.
-        for name, child in list(parent._modules.items()):
-            if isinstance(child, SparseLinear | SparseConv2d):
-                new.setdefault(child, _Recorded(child))
-                setattr(parent, name, new[child])
+    # deploy replaces forwards by those of graph modules
+    forwards = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
+    roots = [model, *(one.__self__ for one in forwards if hasattr(one, "__self__"))]
+    layers = (layer for root in roots for layer in root.modules())
+    new: dict[nn.Module, nn.Module] = {
+        layer: _Recorded(layer)
+        for layer in dict.fromkeys(layers)
+        if isinstance(layer, SparseLinear | SparseConv2d)
+    }
+    for root in roots:
+        replace_modules(root, new)
 
 
 class _Recorded(nn.Module):

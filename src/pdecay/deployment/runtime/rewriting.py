@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from pdecay._core.parameters import has_transposed_weight
 from pdecay.deployment.layers.modules import SparseLayer, why_not
-from pdecay.deployment.model.state import shared_copy
+from pdecay.deployment.model.state import replace_modules, shared_copy
 from pdecay.deployment.runtime.usage import LAYERS, Usage, has_hooks
 
 
@@ -120,16 +120,6 @@ def with_sparse_layers(
             _make_contiguous(copied, channels_last)
     by_copy = {result.get_submodule(names[module]): one for module, one in new.items()}
     return replace_modules(result, by_copy), relus
-
-
-def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Replace modules wherever they occur; return the model, which may itself be replaced."""
-    for parent in list(model.modules()):
-        # named_children would skip a second name of the same module.
-        for name, child in list(parent._modules.items()):
-            if child is not None and child in new:
-                setattr(parent, name, new[child])
-    return new.get(model, model)
 
 
 def _make_contiguous(layer: nn.Conv2d, channels_last: bool) -> None:
