@@ -238,7 +238,7 @@ def _is_decayed(param: Tensor, optimizer: Optimizer) -> bool:
 def _check_model(function: str, model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function} needs a torch.nn.Module, got {type(model).__name__}")
-    if any(hasattr(module, "to_dense") for module in model.modules()):  # not parameters any more
+    if any(hasattr(module, "to_dense") for module in model.modules()):  # SparseLayer
         raise TypeError(
             f"{function} reads parameters, but {type(model).__name__} has sparse layers, which "
             "store no zeros. Pass the model as it was before deploy(); the report of the deployed "

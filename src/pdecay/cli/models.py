@@ -71,7 +71,7 @@ def load_weights(model: nn.Module, path: Path, key: str | None = None) -> None:
         if is_torch_file(path):
             model.load_state_dict(read_state_dict(path, key))
         elif key is not None:
-            raise UsageError(f"--key is for files of torch.save, and {path} is none")
+            raise UsageError(f"--key is for files of torch.save, which {path} is not")
         else:
             load(path, model)
     except FileFormatError as error:

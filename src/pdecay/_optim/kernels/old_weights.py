@@ -37,7 +37,7 @@ class OldWeights:
 
     def copy(self, weights: list[Tensor]) -> bool:
         """Copy the weights; return False if C cannot read them."""
-        # Forgotten weights may be gone, and others in their place: all but `_objects` is read anew.
+        # A new tensor may have the id of a freed one: sizes and addresses are read again below.
         if array("Q", map(id, weights)) == self._objects:
             self._weights[:] = weights
         else:
