@@ -10,8 +10,7 @@
  * comparison. bridge_dense and bridge_sparse keep the residual r. All three stop when the largest step,
  * measured as sqrt(L_j) * |change of w_j|, is at most `tol`, and return the number of sweeps.
  *
- * bridge_scale prepares X. bridge_pack, bridge_packed and bridge_solve are for p > 1: they store X in 16 bits a number,
- * because the time to read it limits the linear systems, and a copy that is accurate to 0.2 % is enough for them.
+ * bridge_scale prepares X. bridge_newton.h has the functions for p > 1.
  *
  * The callers in pdecay/sklearn have checked shapes, dtypes and layouts.
  */
@@ -29,7 +28,6 @@ typedef struct {
 } penalty;
 
 enum { MOST_STEPS = 100 };
-enum { LINE = 16 };                         /* single-precision numbers in a cache line */
 enum { BLOCK = 8 };                         /* double-precision numbers in a cache line */
 static const double STEP_LIMIT = 1e-9;      /* Newton's method converges quadratically: the next step is exact */
 
@@ -306,154 +304,4 @@ void bridge_scale(int64_t n, int64_t d, const double *x, int64_t step, int64_t s
     }
 }
 
-/* u = X' t and result = X (base + weights * u), for an X in column order that is read once. */
-void bridge_through(int64_t n, int64_t d, const double *x, const double *t, const double *base, const double *weights,
-                    double *u, double *result)
-{
-    int64_t j = 0, whole = n - n % BLOCK;
-    for (int64_t i = 0; i < n; i++) result[i] = 0;
-    for (; j + 2 <= d; j += 2) {        /* two columns at a time, so that t and the result are loaded less often */
-        const double *a = x + j * n, *b = a + n;
-        double sum_a = 0, sum_b = 0;
-#pragma omp simd reduction(+ : sum_a, sum_b)
-        for (int64_t i = 0; i < n; i++) {
-            sum_a += a[i] * t[i];
-            sum_b += b[i] * t[i];
-        }
-        u[j] = sum_a;
-        u[j + 1] = sum_b;
-        sum_a = base[j] + weights[j] * sum_a;
-        sum_b = base[j + 1] + weights[j + 1] * sum_b;
-        for (int64_t line = 0; line < whole; line += BLOCK) {
-            __builtin_prefetch(b + n + line);       /* the next columns */
-            __builtin_prefetch(b + 2 * n + line);
-#pragma omp simd
-            for (int64_t i = line; i < line + BLOCK; i++) result[i] += sum_a * a[i] + sum_b * b[i];
-        }
-        for (int64_t i = whole; i < n; i++) result[i] += sum_a * a[i] + sum_b * b[i];
-    }
-    for (; j < d; j++) {
-        u[j] = dot(n, x + j * n, t);
-        subtract(n, -(base[j] + weights[j] * u[j]), x + j * n, result);
-    }
-}
-
-static float dot_single(int64_t n, const float *a, const float *b)
-{
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
-    return sum;
-}
-
-static uint32_t upper_half(double value)
-{
-    union { float number; uint32_t bits; } a = { (float)value };
-    return (a.bits + 0x7fff + (a.bits >> 16 & 1)) >> 16;        /* rounded to even */
-}
-
-static inline float first(uint32_t pair)
-{
-    union { uint32_t bits; float number; } a = { pair & 0xffff0000u };
-    return a.number;
-}
-
-static inline float second(uint32_t pair)
-{
-    union { uint32_t bits; float number; } a = { pair << 16 };
-    return a.number;
-}
-
-/* Store pairs of columns of factor * X as pairs of bfloat16, the upper halves of single precision numbers. A column of
- * pairs has `rows` >= n of them. The caller has set `packed` to zero. */
-void bridge_pack(int64_t n, int64_t d, const double *x, double factor, int64_t rows, uint32_t *packed)
-{
-    for (int64_t j = 0; j < d; j++) {
-        uint32_t *pairs = packed + j / 2 * rows;
-        for (int64_t i = 0; i < n; i++) pairs[i] |= upper_half(factor * x[j * n + i]) << (j % 2 ? 0 : 16);
-    }
-}
-
-/* Unless u is null, sums = X' u; unless result is null, result = X (weights * sums), for a packed X whose numbers of
- * rows and columns are multiples of 16 and 8. Eight columns at a time, so that u and the result are loaded less often. */
-void bridge_packed(int64_t n, int64_t d, const uint32_t *x, const float *weights, const float *u, float *sums,
-                   float *result)
-{
-    for (int64_t i = 0; result && i < n; i++) result[i] = 0;
-    for (int64_t j = 0; j < d; j += 8) {
-        const uint32_t *a = x + j / 2 * n, *b = a + n, *c = b + n, *e = c + n;
-        float *s = sums + j;
-        if (u) {
-            float s0 = 0, s1 = 0, s2 = 0, s3 = 0, s4 = 0, s5 = 0, s6 = 0, s7 = 0;
-#pragma omp simd reduction(+ : s0, s1, s2, s3, s4, s5, s6, s7)
-            for (int64_t i = 0; i < n; i++) {
-                s0 += first(a[i]) * u[i];
-                s1 += second(a[i]) * u[i];
-                s2 += first(b[i]) * u[i];
-                s3 += second(b[i]) * u[i];
-                s4 += first(c[i]) * u[i];
-                s5 += second(c[i]) * u[i];
-                s6 += first(e[i]) * u[i];
-                s7 += second(e[i]) * u[i];
-            }
-            s[0] = s0, s[1] = s1, s[2] = s2, s[3] = s3, s[4] = s4, s[5] = s5, s[6] = s6, s[7] = s7;
-        }
-        if (!result) continue;
-        const float *w = weights + j;
-        float w0 = w[0] * s[0], w1 = w[1] * s[1], w2 = w[2] * s[2], w3 = w[3] * s[3];
-        float w4 = w[4] * s[4], w5 = w[5] * s[5], w6 = w[6] * s[6], w7 = w[7] * s[7];
-        for (int64_t line = 0; line < n; line += LINE) {
-            for (int k = 4; k < 8; k++) __builtin_prefetch(a + k * n + line);   /* the next columns */
-#pragma omp simd
-            for (int64_t i = line; i < line + LINE; i++)
-                result[i] += w0 * first(a[i]) + w1 * second(a[i]) + w2 * first(b[i]) + w3 * second(b[i])
-                           + w4 * first(c[i]) + w5 * second(c[i]) + w6 * first(e[i]) + w7 * second(e[i]);
-        }
-    }
-}
-
-/* z = (r - P P' r) / rest for an n x m matrix P in single precision and column order. */
-static void precondition(int64_t n, int64_t m, const float *p, double rest, const float *r, float *z)
-{
-    float inverse = (float)(1 / rest);
-    for (int64_t i = 0; i < n; i++) z[i] = r[i];
-    for (int64_t j = 0; j < m; j++) {
-        const float *a = p + j * n;
-        float sum = dot_single(n, a, r);
-#pragma omp simd
-        for (int64_t i = 0; i < n; i++) z[i] -= sum * a[i];
-    }
-    for (int64_t i = 0; i < n; i++) z[i] *= inverse;
-}
-
-/* Solve (I + X diag(weights) X') solution = r for a packed X by conjugate gradients, until the residual, which
- * replaces r, is at most `accuracy`; products = X' solution. The preconditioner is (I - P P') / rest, with m columns
- * in P. `work` has room for 3 n + d numbers. Returns the number of iterations, or -1 without convergence. */
-int64_t bridge_solve(int64_t n, int64_t d, const uint32_t *x, const float *weights, int64_t m, const float *p,
-                     double rest, double accuracy, int64_t most, float *r, float *solution, float *products,
-                     float *work)
-{
-    float *direction = work, *image = direction + n, *z = image + n, *sums = z + n;
-    double product = 0;
-    for (int64_t i = 0; i < n; i++) solution[i] = direction[i] = 0;
-    for (int64_t j = 0; j < d; j++) products[j] = 0;
-    for (int64_t iteration = 1; iteration <= most; iteration++) {
-        double before = product;
-        precondition(n, m, p, rest, r, z);
-        product = dot_single(n, r, z);
-        if (!(product > 0)) return -1;      /* rounding errors, or overflow */
-        float share = before > 0 ? (float)(product / before) : 0;
-        for (int64_t i = 0; i < n; i++) direction[i] = z[i] + share * direction[i];
-        bridge_packed(n, d, x, weights, direction, sums, image);
-        for (int64_t i = 0; i < n; i++) image[i] += direction[i];
-        double curvature = dot_single(n, direction, image);
-        float length = (float)(product / (curvature > 0 ? curvature : 1));
-        for (int64_t i = 0; i < n; i++) {
-            solution[i] += length * direction[i];
-            r[i] -= length * image[i];
-        }
-        for (int64_t j = 0; j < d; j++) products[j] += length * sums[j];
-        if (sqrt(dot_single(n, r, r)) <= accuracy) return iteration;
-    }
-    return -1;
-}
+#include "bridge_newton.h"
