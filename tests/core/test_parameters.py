@@ -65,6 +65,24 @@ class TestByDimension:
 
         assert split(Scale()) == [["weight"], ["scale"]]
 
+    def test_vectors_that_broadcast_do_not_decay(self):
+        class Block(nn.Module):
+            """Parameters as in ConvNeXt and vision transformers."""
+
+            def __init__(self):
+                super().__init__()
+                self.conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 3))
+                self.head = nn.Conv2d(8, 1, 1)
+                self.layer_scale = nn.Parameter(1e-6 * torch.ones(8, 1, 1))
+                self.class_token = nn.Parameter(torch.ones(1, 1, 8))
+                self.positions = nn.Parameter(torch.ones(1, 4, 8))
+                self.lora = nn.Parameter(torch.ones(1, 8))
+
+        decayed, others = split(Block())
+        weight = "conv.parametrizations.weight.original"
+        assert decayed == ["positions", "lora", f"{weight}1", "head.weight"]
+        assert others == ["layer_scale", "class_token", "conv.bias", f"{weight}0", "head.bias"]
+
     def test_attention_and_recurrent_layers(self):
         decayed, others = split(nn.ModuleList([nn.LSTM(3, 4), nn.MultiheadAttention(4, 2)]))
         assert all("weight" in name for name in decayed)

@@ -87,7 +87,7 @@ def test_accepts_zero_tensors_for_p_2():
 def test_reports_decayed_norms_and_biases():
     model = small_model()
     groups = [{"params": list(model.parameters()), "decay": Lp(2, 1e-3)}]
-    finding = the_finding(model, PAdam(groups), "biases or norms decay")
+    finding = the_finding(model, PAdam(groups), "biases, norms or scales decay")
     assert "1.weight" in finding.message
     assert "0.bias" in finding.message
     assert "0.weight" not in finding.message

@@ -49,10 +49,12 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Split a model's parameters into two groups for an optimizer: decayed, and not.
 
-    The second group holds tensors with fewer than two dimensions, parameters of normalisation
-    layers, tensors that are all zero, and parameters whose name matches an `exclude` pattern. A
-    match of `include` overrides all of these rules. Parameters that require no gradient are in
-    neither group. A tied weight is listed once; the patterns are compared with all of its names.
+    The second group holds tensors with fewer than two dimensions, vectors that are stored with
+    three or more so that they broadcast (layer scales of shape (C, 1, 1), class tokens), parameters
+    of normalisation layers, tensors that are all zero, and parameters whose name matches an
+    `exclude` pattern. A match of `include` overrides all of these rules. Parameters that require no
+    gradient are in neither group. A tied weight is listed once; the patterns are compared with all
+    of its names.
 
     Args:
         model: the model.
@@ -115,7 +117,16 @@ def decays_by_default(param: Tensor, owners: list[tuple[str, nn.Module]]) -> boo
         return False
     if is_lazy(param):
         return not owners[0][0].endswith("bias")
-    return param.ndim >= 2
+    return param.ndim >= 2 and not _is_broadcast_vector(param, [name for name, _ in owners])
+
+
+def _is_broadcast_vector(param: Tensor, names: list[str]) -> bool:
+    """Return whether a tensor is a vector with further dimensions of size 1.
+
+    The weight of a convolution with one channel and a kernel of size 1 has such a shape, too.
+    """
+    larger = sum(size > 1 for size in param.shape)
+    return param.ndim >= 3 and larger <= 1 and not any(name.endswith("weight") for name in names)
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Adam, Optimizer
 
 from pdecay._core.group_settings import Group, decayed_params, penalty_of, scale_of
-from pdecay._core.parameters import frozen_in, is_norm, owners_of
+from pdecay._core.parameters import decays_by_default, frozen_in, owners_of
 from pdecay._core.penalty import Penalty, magnitude
 from pdecay._optim.attachment import complete_groups, is_decaying
 from pdecay._optim.hooks import unwrap
@@ -117,12 +117,12 @@ def _check_norms_and_biases(model: nn.Module, optimizer: Optimizer) -> Iterator[
     found = [
         owners[0][0]
         for param, owners in owners_of(model)
-        if param in decaying and (param.ndim < 2 or any(is_norm(module) for _, module in owners))
+        if param in decaying and not decays_by_default(param, owners)
     ]
     if found:
         yield Finding(
             "warning",
-            f"biases or norms decay, which saves little and costs accuracy: {_list(found)}",
+            f"biases, norms or scales decay, which saves little and costs accuracy: {_list(found)}",
             "build the groups with pdecay.param_groups(model), or set the group's 'decay_1d' to "
             "False",
         )
