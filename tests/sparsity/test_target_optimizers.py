@@ -149,6 +149,41 @@ class TestSeveralOptimizers:
         assert target.last_step == STEPS - 1  # the last step may still be incomplete
         assert target.sparsity == 0.75
 
+    @pytest.mark.parametrize("rank", ["adaptive", "magnitude"])
+    @pytest.mark.parametrize("stop", [None, 12, 20])
+    def test_parameters_that_are_frozen_while_others_step(self, rank, stop):
+        """As in the usual training of a GAN, and with Lightning's ``toggle_optimizer``."""
+
+        def start():
+            model = build()
+            optimizers = [PAdam([w], lr=1e-2, decay=Lp(0.8, 1)) for w in weights(model)]
+            return model, optimizers, SparsityTarget(optimizers, 0.75, STEPS, rank=rank, pull=0)
+
+        def run(model, optimizers, steps, *, freeze):
+            for step in steps:
+                for own, optimizer in zip(weights(model), optimizers, strict=True):
+                    for weight in weights(model):
+                        weight.requires_grad_(weight is own or not freeze)
+                    if step % 3 and own is weights(model)[0]:
+                        continue  # it steps less often than the other one
+                    model.zero_grad()
+                    loss_of(model, step).backward()
+                    optimizer.step()
+
+        expected, optimizers, _ = start()
+        run(expected, optimizers, range(STEPS), freeze=False)
+        model, optimizers, target = start()
+        run(model, optimizers, range(stop or STEPS), freeze=True)
+        if stop:
+            saved = copy.deepcopy([model.state_dict(), *(one.state_dict() for one in optimizers)])
+            model, optimizers, target = start()
+            for one, state in zip([model, *optimizers], saved, strict=True):
+                one.load_state_dict(state)
+            run(model, optimizers, range(stop, STEPS), freeze=True)
+        assert_equal(model, expected)
+        assert target.sparsity == 0.75
+        assert zeros(weights(model)) == 0.75 * size(weights(model))
+
     def test_freeze_zeros_and_errors(self):
         optimizers = self.make(build())
         freeze_zeros(optimizers)

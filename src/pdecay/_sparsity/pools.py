@@ -19,6 +19,8 @@ from pdecay._sparsity.metric import Rank, adaptive_scores, ranked_squares
 from pdecay._sparsity.ranking import count_zeros, kth_magnitude, zero_smallest_
 
 PerLayer = bool | Mapping[Tensor, float]
+Trained = Mapping[Tensor, bool]  # whether a parameter is trained, whatever its requires_grad is now
+_UNKNOWN: Trained = {}
 
 # The share of weights by which a finished run may exceed its target: weights can reach zero by
 # themselves. Restored weights must not be refused for it.
@@ -137,8 +139,10 @@ class Pool:
             )
 
 
-def make_pools(groups: Iterable[Group], target: float, per_layer: PerLayer) -> list[Pool]:
-    """Return the pools of some parameter groups as they are now."""
+def make_pools(
+    groups: Iterable[Group], target: float, per_layer: PerLayer, trained: Trained = _UNKNOWN
+) -> list[Pool]:
+    """Return the pools of some parameter groups as they are now; see `steered`."""
     own_targets = per_layer if isinstance(per_layer, Mapping) else {}
     pools = []
     rest = Pool([], target)
@@ -152,7 +156,7 @@ def make_pools(groups: Iterable[Group], target: float, per_layer: PerLayer) -> l
         )
     for group in groups:
         initial = group.get("target_initial", [])  # shorter if parameters were appended just now
-        for i, param in steered(group):
+        for i, param in steered(group, trained):
             zeros = min(max(0, initial[i]), param.numel()) if i < len(initial) else 0
             if per_layer is True or param in own_targets:
                 pools.append(Pool([param], own_targets.get(param, target), zeros))
@@ -162,13 +166,16 @@ def make_pools(groups: Iterable[Group], target: float, per_layer: PerLayer) -> l
     return [*pools, rest] if rest.params else pools
 
 
-def steered(group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Yield the index and the tensor of each parameter that decays and requires a gradient."""
+def steered(group: Group, trained: Trained = _UNKNOWN) -> Iterator[tuple[int, Tensor]]:
+    """Yield the index and the tensor of each parameter that decays and requires a gradient.
+
+    `trained` decides about the parameters that it has, instead of their ``requires_grad``.
+    """
     if not group.get("decay"):  # also a new group that attach has not completed yet
         return
     decayed = set(decayed_params(group))
     for i, param in enumerate(group["params"]):
-        if param in decayed and param.requires_grad and param.numel():
+        if param in decayed and trained.get(param, param.requires_grad) and param.numel():
             yield i, param
 
 

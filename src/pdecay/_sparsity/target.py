@@ -48,7 +48,7 @@ from pdecay._optim.state_precision import FLOAT16_CAUSE, FLOAT16_REMEDY
 from pdecay._sparsity.freezing import HOLD, decaying_list, hold_zeros, zero_keeping_groups
 from pdecay._sparsity.lost_zeros import ZeroWatch
 from pdecay._sparsity.metric import Rank, check_rank, create_squares, update_squares
-from pdecay._sparsity.pools import PerLayer, Pool, check_per_layer, make_pools, steered
+from pdecay._sparsity.pools import PerLayer, Pool, Trained, check_per_layer, make_pools, steered
 from pdecay._sparsity.probing import Probes
 from pdecay._sparsity.pull import scale_at, taus_of
 from pdecay._sparsity.ranking import count_zeros
@@ -82,7 +82,8 @@ class SparsityTarget:
             different frequencies, a run with a `pull` that resumes between two of their steps
             differs slightly: a measurement is lost.
         target: the share of the decayed weights that must be exactly zero, above 0 and below 1.
-            Weights that do not require a gradient are neither pruned nor counted.
+            Weights that do not require a gradient at the step of their optimizer are neither pruned
+            nor counted.
         total_steps: the number of optimizer steps of the training.
         start, end: the start and the end of the ramp, as shares of `total_steps`. After the end,
             the nonzero weights train without decay.
@@ -245,7 +246,31 @@ class SparsityTarget:
             yield from optimizer.param_groups
 
     def _pools(self) -> list[Pool]:
-        return make_pools(self._groups(), self.target, self.per_layer)
+        return make_pools(self._groups(), self.target, self.per_layer, self._trained())
+
+    def _trained(self) -> Trained:
+        """Tell whether parameters required a gradient at the last step of their own optimizer.
+
+        While one optimizer of a GAN steps, those of the other often require none.
+        """
+        trained: dict[Tensor, bool] = {}
+        if len(self._hooks) > 1:  # some may not have stepped since a checkpoint was loaded
+            for group in self._groups():
+                joined = zip(group["params"], group.get("target_initial", []), strict=False)
+                trained |= {param: True for param, initial in joined if initial >= 0}
+        for hooks in self._hooks:
+            trained |= hooks.trained
+        return trained
+
+    def _steered(self) -> dict[Tensor, Optimizer]:
+        """Return the steered parameters, with their optimizers."""
+        trained = self._trained()
+        return {
+            param: one
+            for one in self.optimizers
+            for group in one.param_groups
+            for _, param in steered(group, trained)
+        }
 
     def complete_checkpoint(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of an optimizer's checkpoint that has a state of this target."""
@@ -310,7 +335,7 @@ class SparsityTarget:
             self._check_end()
         if not self._begin <= step <= self._end:
             return
-        count_initial_zeros(self._groups())
+        count_initial_zeros(self._groups(), self._trained())
         finite = self._measure_update()
         if step == self._end:
             self._ended = True
@@ -325,7 +350,7 @@ class SparsityTarget:
             else:
                 self._hold_zeros()
         if step == self._end or self._is_stage(step):
-            self._watch.count(param for one in self.optimizers for param in _steered_params(one))
+            self._watch.count(self._steered())
 
     def _hold_zeros(self) -> None:
         """Keep the zeros, without decay of other weights."""
@@ -397,7 +422,7 @@ class SparsityTarget:
     # Ranking
 
     def _zero_smallest(self, progress: float) -> None:
-        owners = {param: one for one in self.optimizers for param in _steered_params(one)}
+        owners = self._steered()
         for pool in self._pools():
             pool.zero_lowest(progress, self.floor, self.rank, owners)
 
@@ -425,8 +450,11 @@ class _Hooks(StepHooks):
     def __init__(self, optimizer: Optimizer, target: SparsityTarget) -> None:
         super().__init__(optimizer)
         self.target = target
+        self.trained: dict[Tensor, bool] = {}  # requires_grad of each parameter at the last step
 
     def before_step(self, *, has_closure: bool) -> None:
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        self.trained = {param: param.requires_grad for param in params}
         self.target.before_step(self.optimizer)
 
     def after_step(self) -> None:

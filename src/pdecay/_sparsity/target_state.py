@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from pdecay._core.group_settings import Group, decays
 from pdecay._optim.hooks import local_optimizer
 from pdecay._sparsity.freezing import HOLD
-from pdecay._sparsity.pools import steered
+from pdecay._sparsity.pools import Trained, steered
 from pdecay._sparsity.ranking import count_zeros
 
 _SHARED = ("target_step", "target_update", "target_magnitude")
@@ -97,11 +97,11 @@ def check_not_released(groups: Iterable[Group]) -> None:
             )
 
 
-def count_initial_zeros(groups: Iterable[Group]) -> None:
+def count_initial_zeros(groups: Iterable[Group], trained: Trained) -> None:
     """Count the zeros of the parameters that take part for the first time."""
     for group in groups:
         initial = list(group["target_initial"])  # a copy: state_dict() shares the list
-        for i, param in steered(group):
+        for i, param in steered(group, trained):
             if initial[i] < 0:
                 initial[i] = count_zeros([param])
         group["target_initial"] = initial
