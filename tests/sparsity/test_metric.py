@@ -55,6 +55,44 @@ def test_weights_without_gradient_rank_first_by_magnitude():
     assert adaptive_scores(weight, optimizer).argsort().tolist() == [[0, 1, 2]]
 
 
+@pytest.mark.parametrize("method", ["target", "per_layer", "gradual"])
+@pytest.mark.parametrize("kind", ["adam", "sgd", "adagrad"])
+@pytest.mark.parametrize("unused", ["no gradient", "gradient of 0"])
+@pytest.mark.parametrize("first", [STEPS // 3, STEPS])
+def test_tensor_is_not_removed_before_its_first_gradient(method, kind, unused, first):
+    """As for a head whose loss is added after a while."""
+    torch.manual_seed(0)
+    trunk, late = nn.Linear(16, 64), nn.Linear(64, 8)
+    params = [trunk.weight, late.weight]
+    if kind == "adam":
+        optimizer = PAdam(params, lr=1e-2, decay=Lp(0.8, 1e-8))
+    elif kind == "sgd":
+        optimizer = PSGD(params, lr=1e-2, decay=Lp(0.8, 1e-8))
+    else:
+        optimizer = torch.optim.Adagrad(params, lr=1e-2)
+        attach(optimizer, Lp(0.8, 1e-8))
+    if method == "gradual":
+        GradualMagnitudePruning(optimizer, 0.8, STEPS, rank="adaptive", start=0.1, end=0.9)
+    else:
+        per_layer = method == "per_layer"
+        SparsityTarget(optimizer, 0.8, STEPS, start=0.1, end=0.9, per_layer=per_layer)
+    for step in range(STEPS):
+        if step == first:
+            assert not (late.weight == 0).any()
+            assert (trunk.weight == 0).any()
+        hidden = trunk(torch.randn(32, 16)).relu()
+        loss = hidden.square().mean()
+        if step >= first:
+            loss = loss + nn.functional.cross_entropy(late(hidden), hidden[:, :8].argmax(1))
+        elif unused == "gradient of 0":
+            loss = loss + 0.0 * late(hidden).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert late.weight.any()
+    assert sum(int((w == 0).sum()) for w in params) == round(0.8 * (16 * 64 + 64 * 8))
+
+
 @pytest.mark.parametrize("kind", ["sgd", "lion-like", "8-bit"])
 def test_other_optimizers_get_a_running_mean(kind):
     weight = nn.Parameter(torch.ones(4, 4))

@@ -7,7 +7,9 @@ gradient. It therefore measures the distance between two weights in its own metr
 
 in which the length of a weight is ``|w| * v^(1/4)``. Ranking by this length (``rank="adaptive"``)
 removes small weights whose gradients are small, too, before weights that are as small but matter to
-the loss. Ranking by ``|w|`` alone is ``rank="magnitude"``.
+the loss. Weights that had no gradient yet come first. A whole tensor of them, such as a head whose
+loss is added later, would be removed before its training starts, and is not ranked yet. Ranking by
+``|w|`` alone is ``rank="magnitude"``.
 
 Adam, RMSprop and their relatives keep v in their state. For other optimizers a running mean is kept
 in ``optimizer.state[param]["squared_gradient"]``, where it is saved with the optimizer.
@@ -15,13 +17,14 @@ in ``optimizer.state[param]["squared_gradient"]``, where it is saved with the op
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pdecay._core.parameters import is_zero
 from pdecay._optim.hooks import local_optimizer
 from pdecay._optim.state_precision import SQUARES
 from pdecay._sparsity import passes
@@ -77,6 +80,20 @@ def ranked_squares(param: Tensor, optimizer: Optimizer) -> Tensor | None:
     return squares
 
 
+def with_gradients(owners: Mapping[Tensor, Optimizer], known: Iterable[Tensor] = ()) -> set[Tensor]:
+    """Return the tensors that have had a gradient; all of them if that is known of none.
+
+    Args:
+        owners: the tensors, with their optimizers.
+        known: the result of an earlier call.
+    """
+    found = {*known} & owners.keys()
+    found |= {
+        param for param in owners if param not in found and _had_gradient(param, owners[param])
+    }
+    return found or {*owners}
+
+
 def create_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
     """Create missing squares of weights that have other state.
 
@@ -112,6 +129,17 @@ def update_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
             squares = local.state[param][SQUARES] = squares.float()
         if torch.isfinite(square).all():  # one infinite gradient would make the mean infinite
             squares.lerp_(square, 1 - _BETA)
+
+
+def _had_gradient(param: Tensor, optimizer: Optimizer) -> bool:
+    local = local_optimizer(optimizer)
+    squares = _squares(param, local)
+    had = bool(local.state.get(param)) and (squares is None or not is_zero(squares))
+    if local is not optimizer:  # the state of a parameter is on one rank
+        ranks = torch.tensor([int(had)], device=param.device)
+        torch.distributed.all_reduce(ranks, group=optimizer.process_group)  # type: ignore[attr-defined]
+        had = bool(ranks.item())
+    return had
 
 
 def _magnitudes(grad: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from pdecay._sparsity.metric import (
     check_rank,
     create_squares,
     update_squares,
+    with_gradients,
 )
 from pdecay._sparsity.ranking import count_weights, count_zeros, zero_smallest_
 from pdecay._sparsity.shards import local_part
@@ -272,5 +273,8 @@ class GradualMagnitudePruning(_Pruning):
             params = self.params
             scores = None
             if self.rank == "adaptive":
+                if not ramp_ends:  # at the end, no tensor waits for its first gradient
+                    started = with_gradients(dict.fromkeys(params, self.optimizer))
+                    params = [param for param in params if param in started]
                 scores = [adaptive_scores(param, self.optimizer) for param in params]
             zero_smallest_(params, round(asked * count_weights(params)), scores=scores)

@@ -47,8 +47,14 @@ from pdecay._optim.hooks import (
 from pdecay._optim.state_precision import FLOAT16_CAUSE, FLOAT16_REMEDY
 from pdecay._sparsity.freezing import HOLD, decaying_list, hold_zeros, zero_keeping_groups
 from pdecay._sparsity.lost_zeros import ZeroWatch
-from pdecay._sparsity.metric import Rank, check_rank, create_squares, update_squares
-from pdecay._sparsity.pools import PerLayer, Pool, Trained, check_per_layer, make_pools, steered
+from pdecay._sparsity.metric import (
+    Rank,
+    check_rank,
+    create_squares,
+    update_squares,
+    with_gradients,
+)
+from pdecay._sparsity.pools import PerLayer, Pool, check_per_layer, make_pools, steered
 from pdecay._sparsity.probing import Probes
 from pdecay._sparsity.pull import scale_at, taus_of
 from pdecay._sparsity.ranking import count_zeros
@@ -102,7 +108,8 @@ class SparsityTarget:
             faster. From 0 (the update stays as it is) to 1; 0.5 suits transformers. It takes the
             memory of a copy of the weights.
 
-    Parameters that are added or unfrozen during the ramp join it. A group that is added after the
+    Parameters that are added or unfrozen during the ramp join it. With rank="adaptive", a tensor
+    joins it at its first gradient, or at its end. A group that is added after the
     end of the ramp is neither decayed nor pruned. On many ranks (DDP, FSDP2, tensor parallelism,
     ZeroRedundancyOptimizer) the result is that of one process.
     """
@@ -143,6 +150,7 @@ class SparsityTarget:
         check_per_layer(per_layer, self._groups())
         self._probes = Probes()
         self._watch = ZeroWatch()
+        self._started: set[Tensor] = set()  # weights that have had a gradient
         self._warned = self._warned_of_non_finite = self._ended = False
         if (
             self.pull
@@ -248,7 +256,7 @@ class SparsityTarget:
     def _pools(self) -> list[Pool]:
         return make_pools(self._groups(), self.target, self.per_layer, self._trained())
 
-    def _trained(self) -> Trained:
+    def _trained(self) -> dict[Tensor, bool]:
         """Tell whether parameters required a gradient at the last step of their own optimizer.
 
         While one optimizer of a GAN steps, those of the other often require none.
@@ -276,6 +284,7 @@ class SparsityTarget:
         """Return a copy of an optimizer's checkpoint that has a state of this target."""
         self._probes.clear()
         self._watch.clear()
+        self._started.clear()
         self._updates.clear()
         groups = [dict(group) for group in state_dict["param_groups"]]
         complete_state(groups, self.target, self._end)
@@ -423,12 +432,24 @@ class SparsityTarget:
 
     def _zero_smallest(self, progress: float) -> None:
         owners = self._steered()
-        for pool in self._pools():
+        for pool in self._ranked_pools(progress):
             pool.zero_lowest(progress, self.floor, self.rank, owners)
+
+    def _ranked_pools(self, progress: float) -> list[Pool]:
+        """Return the pools without tensors that wait for their first gradient; see ``metric.py``.
+
+        At the end of the ramp, no tensor waits: the target is met in any case.
+        """
+        if self.rank != "adaptive" or progress >= 1:
+            return self._pools()
+        owners = self._steered()
+        self._started = with_gradients(owners, self._started)
+        ranked = {param: param in self._started for param in owners}
+        return make_pools(self._groups(), self.target, self.per_layer, self._trained() | ranked)
 
     def _set_scales(self, progress: float) -> None:
         """Set the scale at which a weight at its pool's tau shrinks at the given speed."""
-        taus = taus_of(self._pools(), progress, self.floor)
+        taus = taus_of(self._ranked_pools(progress), progress, self.floor)
         for optimizer in self.optimizers:
             for group in zero_keeping_groups(optimizer, "SparsityTarget"):
                 scales = [
