@@ -223,6 +223,22 @@ class TestGradualMagnitudePruning:
         assert optimizer.state[param]["exp_avg"][0, 0] < 0
         assert param[0, 1] > 5.5
 
+    def test_zeros_of_weights_that_were_frozen_stay_zero(self):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(8, 8)) for _ in range(2)]
+        optimizer = torch.optim.Adam(weights, lr=1e-2)
+        GradualMagnitudePruning(optimizer, sparsity=0.5, total_steps=20)
+        for step in range(30):
+            for weight in weights:
+                weight.grad = torch.randn(8, 8)
+            if step >= 20:  # as by zero_grad(set_to_none=False)
+                weights[0].requires_grad_(False).grad.zero_()
+            optimizer.step()
+            if step == 19:
+                pruned = weights[0] == 0
+        assert pruned.any()
+        assert torch.equal(weights[0] == 0, pruned)
+
     def test_ranks_all_weights_together(self):
         small, large = weight_of([0.1, 0.2, 0.3]), weight_of([1.0, 2.0, 3.0])
         small.grad, large.grad = torch.zeros_like(small), torch.zeros_like(large)

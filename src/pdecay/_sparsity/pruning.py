@@ -62,10 +62,7 @@ class _Pruning(StepHooks):
         """The parameters that are pruned."""
         if self._chosen is not None:
             return self._chosen
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        return [
-            param for param in params if param.requires_grad and (is_lazy(param) or param.ndim >= 2)
-        ]
+        return [param for param in self._matrices() if param.requires_grad]
 
     @property
     def sparsity_now(self) -> float:
@@ -95,6 +92,13 @@ class _Pruning(StepHooks):
         if not is_skipped(self.optimizer) and not only_creates_state(self.optimizer):
             self.last_step += 1
             self._prune()
+
+    def _matrices(self) -> list[Tensor]:
+        """Return the parameters that are pruned, or would be if they required a gradient."""
+        if self._chosen is not None:
+            return self._chosen
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return [param for param in params if is_lazy(param) or param.ndim >= 2]
 
     def _prune(self) -> None:
         """Prune after the optimizer's update, which `last_step` counts already."""
@@ -251,7 +255,9 @@ class GradualMagnitudePruning(_Pruning):
         """Remember the zeros."""
         self._zeros = []
         if self.sparsity_at(self.last_step):
-            self._zeros = [(param, param == 0) for param in map(local_part, self.params)]
+            # Momentum moves weights that were frozen but kept their gradients.
+            moved = [p for p in self._matrices() if p.requires_grad or p.grad is not None]
+            self._zeros = [(param, param == 0) for param in map(local_part, moved)]
 
     def after_step(self) -> None:
         """Update the squares that weights are ranked by, count the step and prune.
