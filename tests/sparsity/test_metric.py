@@ -93,6 +93,33 @@ def test_tensor_is_not_removed_before_its_first_gradient(method, kind, unused, f
     assert sum(int((w == 0).sum()) for w in params) == round(0.8 * (16 * 64 + 64 * 8))
 
 
+@pytest.mark.parametrize("method", ["target", "floor", "gradual"])
+@pytest.mark.parametrize("kind", [PAdam, torch.optim.Adam, torch.optim.NAdam])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_that_were_unfrozen_rank_as_others(method, kind, dtype):
+    """With gradients of equal size and without updates, the ranking is that by magnitude."""
+    torch.manual_seed(0)
+    old, young = (nn.Parameter(torch.randn(32, 32, dtype=dtype)) for _ in range(2))
+    young.requires_grad_(False)
+    optimizer = kind([old, young], lr=1e-12)
+    if kind is not PAdam:
+        attach(optimizer, Lp(0.8, 1e-8))
+    if method == "gradual":
+        GradualMagnitudePruning(optimizer, 0.5, 60, rank="adaptive", start=0.5)
+    else:
+        floor = 0.1 if method == "floor" else 0.0
+        SparsityTarget(optimizer, 0.5, 60, start=0.5, end=0.7, floor=floor)
+    before = torch.stack([old, young]).detach().clone()
+    for step in range(60):
+        young.requires_grad_(step >= 27)
+        for weight in (old, young):
+            sign = torch.randn(32, 32, dtype=dtype).sign()
+            weight.grad = sign if weight.requires_grad else None
+        optimizer.step()
+    expected = before.abs() <= before.abs().flatten().kthvalue(1024).values
+    assert torch.equal(torch.stack([old, young]) == 0, expected)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "lion-like", "8-bit"])
 def test_other_optimizers_get_a_running_mean(kind):
     weight = nn.Parameter(torch.ones(4, 4))

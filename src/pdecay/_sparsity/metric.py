@@ -11,6 +11,9 @@ the loss. Weights that had no gradient yet come first. A whole tensor of them, s
 loss is added later, would be removed before its training starts, and is not ranked yet. Ranking by
 ``|w|`` alone is ``rank="magnitude"``.
 
+v starts at zero. Where Adam has updated some weights less often than others, because they were
+unfrozen later, their scores are multiplied as Adam's own correction of v asks for.
+
 Adam, RMSprop and their relatives keep v in their state. For other optimizers a running mean is kept
 in ``optimizer.state[param]["squared_gradient"]``, where it is saved with the optimizer.
 """
@@ -22,8 +25,9 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam
 
+from pdecay._core.group_settings import Group
 from pdecay._core.parameters import is_zero
 from pdecay._optim.hooks import local_optimizer
 from pdecay._optim.state_precision import SQUARES
@@ -44,8 +48,8 @@ def check_rank(rank: str) -> None:
 
 
 @torch.no_grad()
-def adaptive_scores(param: Tensor, optimizer: Optimizer) -> Tensor:
-    """Return ``|w| * v^(1/4)``, exactly 0 for zero weights."""
+def adaptive_scores(param: Tensor, optimizer: Optimizer, factor: float = 1.0) -> Tensor:
+    """Return ``|w| * v^(1/4)``, times a factor; exactly 0 for zero weights."""
     local = local_optimizer(optimizer)
     squares = _squares(param, local)
     if (
@@ -55,7 +59,7 @@ def adaptive_scores(param: Tensor, optimizer: Optimizer) -> Tensor:
     ):
         result = torch.empty_like(param, requires_grad=False)
         passes.scores_(local_part(result), local_part(param), local_part(squares))
-        return result
+        return result if factor == 1 else result.mul_(factor)
     magnitude: Tensor = param.abs()
     if magnitude.dtype != torch.float64:
         magnitude = magnitude.float()
@@ -67,7 +71,7 @@ def adaptive_scores(param: Tensor, optimizer: Optimizer) -> Tensor:
     if squares.is_complex():  # Adam treats a complex weight as two real ones
         squares = squares.real + squares.imag
     roots = squares.to(magnitude.dtype).clamp_min(passes.SMALLEST_SQUARE).sqrt_().sqrt_()
-    scores: Tensor = magnitude * roots
+    scores: Tensor = magnitude * roots.mul_(factor)
     # Without this, an infinite v would give a zero weight the score NaN, which ranks last.
     return scores.masked_fill_(param == 0, 0.0)
 
@@ -92,6 +96,29 @@ def with_gradients(owners: Mapping[Tensor, Optimizer], known: Iterable[Tensor] =
         param for param in owners if param not in found and _had_gradient(param, owners[param])
     }
     return found or {*owners}
+
+
+def factors_of_young(owners: Mapping[Tensor, Optimizer]) -> dict[Tensor, float]:
+    """Return factors of the scores of weights that Adam has updated less often than others.
+
+    Adam's v starts at 0, and Adam divides it by ``1 - beta2^step``. For the weights of an optimizer
+    that were added or unfrozen later, this number is smaller.
+
+    Args:
+        owners: the weights, with their optimizers.
+    """
+    factors: dict[Tensor, float] = {}
+    for optimizer in {*owners.values()}:
+        shares = {
+            param: share
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param in owners and (share := _share_of_v(param, group, optimizer))
+        }
+        largest = max(shares.values(), default=0.0)
+        young = {param: share for param, share in shares.items() if share < largest}
+        factors |= {param: (largest / share) ** 0.25 for param, share in young.items()}
+    return factors
 
 
 def create_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
@@ -140,6 +167,17 @@ def _had_gradient(param: Tensor, optimizer: Optimizer) -> bool:
         torch.distributed.all_reduce(ranks, group=optimizer.process_group)  # type: ignore[attr-defined]
         had = bool(ranks.item())
     return had
+
+
+def _share_of_v(param: Tensor, group: Group, optimizer: Optimizer) -> float:
+    """Return ``1 - beta2^step`` for weights of torch's Adam and its relatives; 0 for others."""
+    state = optimizer.state.get(param, {})
+    if not isinstance(optimizer, Adam | AdamW | NAdam | RAdam) or "exp_avg_sq" not in state:
+        return 0.0
+    step = state.get("step", 0)
+    count = float(local_part(step) if isinstance(step, Tensor) else step)
+    beta = float(group["betas"][1])
+    return float(1 - beta**count)
 
 
 def _magnitudes(grad: Tensor) -> Tensor:

@@ -89,16 +89,31 @@ class Pool:
         yield free, count
 
     def zero_lowest(
-        self, progress: float, floor: float, rank: Rank, owners: Mapping[Tensor, Optimizer]
+        self,
+        progress: float,
+        floor: float,
+        rank: Rank,
+        owners: Mapping[Tensor, Optimizer],
+        factors: Mapping[Tensor, float],
     ) -> None:
-        """Set as many weights to zero as the ramp asks for; `owners` optimize the tensors."""
-        if rank == "adaptive" and not floor:
+        """Set as many weights to zero as the ramp asks for.
+
+        Args:
+            progress, floor: as in :meth:`split`.
+            rank: the name of the ranking.
+            owners: the optimizers of the tensors.
+            factors: the result of ``factors_of_young``.
+        """
+        same_age = len({factors.get(param, 1.0) for param in self.params}) == 1
+        if rank == "adaptive" and not floor and same_age:
             squares = [ranked_squares(param, owners[param]) for param in self.params]
             if None not in squares:
                 zero_smallest_(self.params, self.zeros_at(progress), squares=squares)
                 return
         scores = {
-            param: param if rank == "magnitude" else adaptive_scores(param, owners[param])
+            param: param
+            if rank == "magnitude"
+            else adaptive_scores(param, owners[param], factors.get(param, 1.0))
             for param in self.params
         }
         for params, count in self.split(progress, floor, scores.__getitem__):

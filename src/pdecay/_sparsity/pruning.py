@@ -25,6 +25,7 @@ from pdecay._sparsity.metric import (
     adaptive_scores,
     check_rank,
     create_squares,
+    factors_of_young,
     update_squares,
     with_gradients,
 )
@@ -282,5 +283,9 @@ class GradualMagnitudePruning(_Pruning):
                 if not ramp_ends:  # at the end, no tensor waits for its first gradient
                     started = with_gradients(dict.fromkeys(params, self.optimizer))
                     params = [param for param in params if param in started]
-                scores = [adaptive_scores(param, self.optimizer) for param in params]
+                factors = factors_of_young(dict.fromkeys(params, self.optimizer))
+                scores = [
+                    adaptive_scores(param, self.optimizer, factors.get(param, 1.0))
+                    for param in params
+                ]
             zero_smallest_(params, round(asked * count_weights(params)), scores=scores)

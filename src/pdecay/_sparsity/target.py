@@ -51,6 +51,7 @@ from pdecay._sparsity.metric import (
     Rank,
     check_rank,
     create_squares,
+    factors_of_young,
     update_squares,
     with_gradients,
 )
@@ -432,8 +433,9 @@ class SparsityTarget:
 
     def _zero_smallest(self, progress: float) -> None:
         owners = self._steered()
+        factors = factors_of_young(owners) if self.rank == "adaptive" else {}
         for pool in self._ranked_pools(progress):
-            pool.zero_lowest(progress, self.floor, self.rank, owners)
+            pool.zero_lowest(progress, self.floor, self.rank, owners, factors)
 
     def _ranked_pools(self, progress: float) -> list[Pool]:
         """Return the pools without tensors that wait for their first gradient; see ``metric.py``.
