@@ -85,7 +85,9 @@ def capture(model: nn.Module, example: Inputs, free: Free = "all") -> Captured:
         with torch.no_grad():
             outputs = describe(example.call(flat.model), [], "the output")
         record_sparse_layers(flat)
-        program = exported(flat, Inputs(tuple(tensors), {}), free)
+        # The graph has the example's strides as numbers, so that inputs must be laid out alike.
+        contiguous = tuple(tensor.contiguous() for tensor in tensors)
+        program = exported(flat, Inputs(contiguous, {}), free)
         return _encoded(program.exported, flat.inputs, outputs, program.free_batch)
     except TypeError as error:
         raise ExportError(
@@ -133,6 +135,7 @@ def _encoded(
         "version": VERSION,
         "torch": torch.__version__,
         "free_batch": free_batch,
+        "contiguous": True,
         "inputs": inputs,
         "outputs": outputs,
         "sizes": sizes_of(program),

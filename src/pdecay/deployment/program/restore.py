@@ -45,6 +45,7 @@ class SavedModel(nn.Module):
         self.outputs: Structure = content["outputs"]
         self.free_batch = bool(content["free_batch"])  # the first axis may have any size
         self.sizes: Sizes | None = content.get("sizes")  # None in files of older versions
+        self.contiguous = bool(content.get("contiguous"))  # recorded with contiguous inputs
         self._content, self._code = content, program.code
         self.eval()
 
@@ -74,6 +75,8 @@ class SavedModel(nn.Module):
         given = [tensors[i] for i in range(len(tensors))]
         if self.sizes is not None:
             check_sizes(self.sizes, given)
+        if self.contiguous:
+            given = [tensor.contiguous() for tensor in given]
         return assemble(self.outputs, self.program(*given))
 
 
