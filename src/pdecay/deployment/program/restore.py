@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from pdecay.deployment.program.structure import Structure, assemble, check_struc
 
 # Errors of a damaged program, besides ValueError.
 _ERRORS = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, SyntaxError)
-_NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
+_WORD = re.compile(r"\w+", re.ASCII)
 # The child of the graph module that has the model's tensors and modules. Their names may be the
 # same as those of the graph module's attributes, such as "graph" and "meta", and arguments.
 _MODEL = "model"
@@ -172,10 +173,7 @@ class _Builder:
         return fx.GraphModule(self.root, self.graph)
 
     def _tensor(self, name: str) -> fx.Node:
-        # torch.fx writes names into the source code of the forward.
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"a tensor of a program has the invalid name {name[:100]!r}")
-        path = f"{_MODEL}.{name}"
+        path = _path(name)
         if not self.is_complete:
             tensor = self.tensors[name]
             self._put(path, lambda parent, last: parent.register_buffer(last, tensor))
@@ -199,7 +197,7 @@ class _Builder:
 
     def _sparse_call(self, target: str, args: Any, kwargs: dict[str, Any]) -> fx.Node:
         x, more, weight, bias, options = decode(args, self.values)
-        path = f"{_MODEL}.{self.names[weight].rpartition('.')[0] or 'layer'}"
+        path = _path(self.names[weight].rpartition(".")[0] or "layer")
         if path not in self.sparse and not self.is_complete:
             self.sparse.add(path)
             tensor = None if bias is None else self.tensors[self.names[bias]]
@@ -216,3 +214,19 @@ class _Builder:
                 parent.add_module(name, nn.Module())
             parent = parent.get_submodule(name)
         put(parent, last)
+
+
+def _path(name: str) -> str:
+    """Return the path of a tensor or layer in the graph module.
+
+    torch.fx writes paths into the source code of the forward. Parts of a name that are no words,
+    such as the key "a-b" of a ModuleDict, or words of Python are therefore replaced.
+    """
+    return ".".join([_MODEL, *map(_word, name.split("."))])
+
+
+def _word(part: str) -> str:
+    if _WORD.fullmatch(part) and not keyword.iskeyword(part):
+        return part
+    # The code of the whole part keeps the words of different parts different.
+    return f"{re.sub(r'[^A-Za-z0-9]', '_', part)}_{part.encode().hex()}"
