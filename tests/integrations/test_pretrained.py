@@ -191,6 +191,19 @@ def test_dtype_round_trips(tmp_path):
     assert torch.equal(logits(back), logits(model))
 
 
+def test_module_with_several_names_round_trips(tmp_path, same):
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=100
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    model.resize_token_embeddings(108, mean_resizing=False)  # the encoder shares the module now
+    assert model.encoder.embed_tokens is model.shared
+    save_pretrained(model, tmp_path)
+    back = from_pretrained(tmp_path)
+    assert same(dict(back.state_dict()), dict(model.state_dict()))
+    assert back.encoder.embed_tokens.weight is back.shared.weight
+
+
 def test_errors_name_the_cure(tmp_path):
     with pytest.raises(TypeError, match=r"needs a transformers.PreTrainedModel, got Linear"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path)

@@ -67,7 +67,7 @@ def weights_to_save(model: Any) -> tuple[dict[str, Tensor], Attributes]:
     fresh = new_model(type(model), model.config)
     state: dict[str, Tensor] = dict(model.state_dict())
     tied = _first_names(fresh)
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, SparseLayer):
             for buffer in ("values", "columns", "row"):
                 del state[f"{prefix}.{buffer}"]
@@ -114,7 +114,9 @@ def write_config(model: Any, folder: Path, attributes: Attributes) -> None:
 
 def _check_structure(model: nn.Module, fresh: nn.Module, names: set[str]) -> None:
     """Raise unless a new model has the same modules and can hold all tensors."""
-    modules = dict(model.named_modules())
+    # A model may have one module where a new model has two with tied weights: resizing the
+    # embeddings of an encoder-decoder does that.
+    modules = dict(model.named_modules(remove_duplicate=False))
     problems = []
     for name, module in fresh.named_modules():
         one = modules.get(name)
