@@ -204,6 +204,29 @@ def test_module_with_several_names_round_trips(tmp_path, same):
     assert back.encoder.embed_tokens.weight is back.shared.weight
 
 
+def test_parametrized_layers_round_trip(tmp_path, same):
+    config = transformers.Wav2Vec2Config(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=20,
+        conv_dim=(16, 16),
+        conv_stride=(5, 2),
+        conv_kernel=(10, 3),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+    )
+    model = transformers.Wav2Vec2ForCTC(config).eval()  # with a weight norm
+    save_pretrained(model, tmp_path)
+    back = from_pretrained(tmp_path)
+    assert same(dict(back.state_dict()), dict(model.state_dict()))
+    signal = torch.randn(1, 800)
+    with torch.no_grad():
+        assert torch.equal(back(signal).logits, model(signal).logits)
+
+
 def test_errors_name_the_cure(tmp_path):
     with pytest.raises(TypeError, match=r"needs a transformers.PreTrainedModel, got Linear"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path)

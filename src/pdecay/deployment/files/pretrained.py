@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from pdecay._core.parameters import has_transposed_weight
 from pdecay._utils.files import replacing
@@ -120,7 +121,7 @@ def _check_structure(model: nn.Module, fresh: nn.Module, names: set[str]) -> Non
     problems = []
     for name, module in fresh.named_modules():
         one = modules.get(name)
-        same = type(one) is type(module) or isinstance(one, SparseLayer)
+        same = _kind(one) is _kind(module) or isinstance(one, SparseLayer)
         # A ReLU that deploy fused into the layer before it has no weights.
         if not same and (one is None or _has_own_tensors(module) or _has_own_tensors(one)):
             kind = "missing" if one is None else f"a {type(one).__name__}"
@@ -138,6 +139,11 @@ def _check_structure(model: nn.Module, fresh: nn.Module, names: set[str]) -> Non
             "merged, before deploy folds its batch norms), or give a path that ends in "
             ".safetensors to save the tensors only"
         )
+
+
+def _kind(module: nn.Module | None) -> type | None:
+    """Return the class of a module, without the one that parametrizations make for each module."""
+    return None if module is None else type_before_parametrizations(module)
 
 
 def _has_own_tensors(module: nn.Module) -> bool:
