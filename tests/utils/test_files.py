@@ -109,3 +109,20 @@ def test_only_regular_files_are_output_files(tmp_path):
     os.mkfifo(path)
     with pytest.raises(ValueError, match="is a pipe or a device"):
         check_output_file(path, (".onnx",))
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_folders_that_cannot_be_flushed(tmp_path, monkeypatch, code):
+    def fsync(handle, real=os.fsync):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path, state = tmp_path / "model.safetensors", {"weight": torch.ones(2)}
+    if code == errno.EINVAL:
+        pdecay.save(state, path)
+    else:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            pdecay.save(state, path)
+    assert torch.equal(pdecay.load(path)["weight"], state["weight"])

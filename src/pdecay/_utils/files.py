@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _UNFINISHED = ".part"
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM, errno.EBADF)
 _TOKEN = 4  # random bytes in the name of a temporary file
 
 
@@ -114,14 +115,22 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush the folder, because a rename is on disk only once its folder is."""
+    """Flush the folder, because a rename is on disk only once its folder is.
+
+    The file is complete and in its place already. Some network and shared folders cannot be flushed
+    (EINVAL), and some that can be written to cannot be opened (EACCES): this is no failure.
+    """
     if os.name == "nt":  # Windows cannot open folders
         return
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
 
 
 class LockedError(Exception):
