@@ -277,12 +277,18 @@ class TestReplacing:
         assert save({"w": torch.ones(3)}, path).path == path
         assert torch.equal(load(path)["w"], torch.ones(3))
 
-    def test_tensor_changed_during_save_is_an_error(self, path, monkeypatch):
+    @pytest.mark.parametrize("moved", [False, True])
+    @pytest.mark.parametrize("nonzeros", [10, 500])  # gaps and a mask
+    def test_tensor_changed_during_save_is_an_error(self, path, monkeypatch, moved, nonzeros):
         w = torch.zeros(1000)
+        w[torch.randperm(999)[:nonzeros]] = 2
+        w[0], w[999] = 1, 0
         real = table.compress
 
         def change(*args):
-            w[5] = 1
+            w[999] = 1
+            if moved:  # as many non-zeros, at other positions
+                w[0] = 0
             return real(*args)
 
         monkeypatch.setattr(table, "compress", change)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -47,9 +48,10 @@ def write_sparse(
         reserved = len(_sparse_header(limit, limit, dict.fromkeys(dtypes, limit), metadata, 0.0))
         file.write(bytes(reserved))
         rows: dict[str, Row] = {}
+        digests: dict[str, int] = {}
         stored: list[StoredTensor] = []
         for name, tensor in tensors.items():
-            row, zeros, positions = _encode(name, tensor)
+            row, zeros, positions, digests[name] = _encode(name, tensor)
             for piece in positions:
                 file.write(piece.data)
             rows[name] = row
@@ -69,7 +71,7 @@ def write_sparse(
         for dtype in dtypes:
             for row in rows.values():
                 if row.dtype == dtype:
-                    _write_values(file, row, tensors[row.name])
+                    _write_values(file, row, tensors[row.name], digests[row.name])
         size = file.tell()
         sizes = (positions_nbytes, len(compressed), values)
         file.seek(0)
@@ -112,31 +114,44 @@ def _tensors(state: State) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _encode(name: str, tensor: Tensor) -> tuple[Row, int, list[Bytes]]:
-    """Return the table row, the number of zeros, and the bytes of the positions."""
+def _encode(name: str, tensor: Tensor) -> tuple[Row, int, list[Bytes], int]:
+    """Return the table row, the number of zeros, the bytes of the positions, and their digest."""
     dtype, array = BY_TORCH[tensor.dtype], to_array(tensor)
     zeros = _count_zeros(array, dtype)
     encoding = Encoding("dense", array.size, array.size)
     positions: list[Bytes] = []
+    digest = 0
+
+    def masks() -> Iterator[NDArray[np.bool_]]:
+        nonlocal digest
+        digest = 0
+        for nonzero in map(dtype.nonzero, _blocks(array)):
+            digest = zlib.crc32(nonzero.data, digest)
+            yield nonzero
+
     if zeros * dtype.itemsize > _LINE_COST:
-        sparse, data = encode(
-            lambda: map(dtype.nonzero, _blocks(array)), array.size, array.size - zeros
-        )
+        sparse, data = encode(masks, array.size, array.size - zeros)
         if sparse.nbytes + _LINE_COST < zeros * dtype.itemsize:
             encoding, positions = sparse, data
-    return Row(name, dtype, tuple(tensor.shape), encoding), zeros, positions
+    return Row(name, dtype, tuple(tensor.shape), encoding), zeros, positions, digest
 
 
-def _write_values(file: IO[bytes], row: Row, tensor: Tensor) -> None:
-    start = file.tell()
+def _write_values(file: IO[bytes], row: Row, tensor: Tensor, digest: int) -> None:
+    """Write the values of a tensor; raise unless its non-zeros are at the written positions.
+
+    Their number is not enough: with other positions, all values in between would be misplaced.
+    """
+    is_sparse = row.encoding.kind != "dense"
+    start, found = file.tell(), 0
     for block in _blocks(to_array(tensor)):
         nonzero = row.dtype.nonzero(block)
-        if row.encoding.kind != "dense":
+        if is_sparse:
+            found = zlib.crc32(nonzero.data, found)
             block = np.compress(nonzero, block)  # five times as fast as block[nonzero]
         elif row.dtype.sign:
             block = np.where(nonzero, block, block.dtype.type(0))  # write -0.0 as 0.0
         file.write(_plain_bools(block, row.dtype.torch).data)
-    if file.tell() - start != row.values_nbytes:
+    if file.tell() - start != row.values_nbytes or (is_sparse and found != digest):
         raise RuntimeError(f"{row.name!r} changed during the save: do not train while saving")
 
 
