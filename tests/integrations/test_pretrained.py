@@ -191,6 +191,21 @@ def test_dtype_round_trips(tmp_path):
     assert torch.equal(logits(back), logits(model))
 
 
+def test_layers_in_float32_of_a_half_precision_model_round_trip(tmp_path, same):
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=100
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "first")
+    model = transformers.T5ForConditionalGeneration.from_pretrained(
+        tmp_path / "first", dtype=torch.float16
+    )
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.float16, torch.float32}
+    save_pretrained(model, tmp_path / "second")
+    back = from_pretrained(tmp_path / "second")
+    assert same(dict(back.state_dict()), dict(model.state_dict()))
+    assert back.encoder.embed_tokens.weight is back.shared.weight
+
+
 def test_module_with_several_names_round_trips(tmp_path, same):
     config = transformers.T5Config(
         d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=100

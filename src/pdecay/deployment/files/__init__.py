@@ -16,7 +16,7 @@ memory is allocated for it.
 """
 
 from pdecay.deployment.files.container import FileFormatError
-from pdecay.deployment.files.model_io import load, read_metadata, read_shapes, save
+from pdecay.deployment.files.model_io import load, read_metadata, read_rows, save
 from pdecay.deployment.files.save_report import SaveReport, StoredTensor
 
 __all__ = [
@@ -25,6 +25,6 @@ __all__ = [
     "StoredTensor",
     "load",
     "read_metadata",
-    "read_shapes",
+    "read_rows",
     "save",
 ]

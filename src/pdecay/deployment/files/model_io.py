@@ -191,10 +191,10 @@ def read_metadata(path: PathLike) -> dict[str, str]:
         return dict(file.metadata)
 
 
-def read_shapes(path: PathLike) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors of a file by name, without reading their values."""
+def read_rows(path: PathLike) -> dict[str, Row]:
+    """Return the dtypes and shapes of all tensors of a file by name, without their values."""
     with prefix_errors(path), TensorFile(path) as file:
-        return {name: file.tensors[file.ties.get(name, name)].row.shape for name in file.names}
+        return {name: file.tensors[file.ties.get(name, name)].row for name in file.names}
 
 
 def tie_key(tensor: object) -> object:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from pdecay.deployment.compact.shrink import update_sizes
-from pdecay.deployment.files import SaveReport, load, read_shapes, save
+from pdecay.deployment.files import SaveReport, load, read_rows, save
 from pdecay.deployment.files.pretrained import CONFIG_KEY, weights_in
 
 PathLike = str | os.PathLike[str]
@@ -54,7 +54,7 @@ def from_pretrained(folder: PathLike, model_class: type[Any] | None = None) -> A
             is the class that the configuration names. All tensors of the file must fit it.
 
     Returns:
-        The model in eval mode, with the saved dtype and, if it was compacted, the saved sizes.
+        The model in eval mode, with the saved dtypes and, if it was compacted, the saved sizes.
 
     Raises:
         ValueError: if the file does not fit the model.
@@ -65,7 +65,9 @@ def from_pretrained(folder: PathLike, model_class: type[Any] | None = None) -> A
     kind = model_class or _architecture(config)
     # An Auto class has the first method, a model class the second.
     model = (getattr(kind, "from_config", None) or kind._from_config)(config)
-    _resize(model, read_shapes(path), _saved_attributes(config))
+    rows = read_rows(path)
+    _resize(model, {name: row.shape for name, row in rows.items()}, _saved_attributes(config))
+    _convert(model, {name: row.dtype.torch for name, row in rows.items()})
     load(path, model)
     model.tie_weights()
     if model.can_generate() and os.path.exists(os.path.join(folder, GENERATION_CONFIG_NAME)):
@@ -121,6 +123,19 @@ def _resize(
             setattr(module, attribute, value)
     for module in model.modules():
         update_sizes(module)
+
+
+def _convert(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """Give the floating-point tensors of a new model the dtypes of a file.
+
+    A configuration has one dtype, but a model may have several: T5 in half precision keeps some
+    layers in float32, because their outputs would overflow.
+    """
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    for name, tensor in named:
+        dtype = dtypes.get(name, tensor.dtype)
+        if dtype.is_floating_point and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
 
 
 def _is_smaller(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
