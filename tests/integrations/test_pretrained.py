@@ -242,6 +242,26 @@ def test_parametrized_layers_round_trip(tmp_path, same):
         assert torch.equal(back(signal).logits, model(signal).logits)
 
 
+def test_changes_that_the_configuration_does_not_have_are_refused(tmp_path):
+    untied = make_model()
+    untied.lm_head.weight = torch.nn.Parameter(2 * untied.lm_head.weight.detach())
+    with pytest.raises(ValueError, match=r"lm_head.weight differs from transformer.wte.weight"):
+        save_pretrained(untied, tmp_path / "untied")
+    untied.config.tie_word_embeddings = False
+    save_pretrained(untied, tmp_path / "untied")
+    assert torch.equal(logits(from_pretrained(tmp_path / "untied")), logits(untied))
+    config = transformers.BertConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    more = transformers.BertForSequenceClassification(config)
+    more.classifier = torch.nn.Linear(32, 7)
+    with pytest.raises(ValueError, match=r"has the shape \[7, 32\].*update model.config"):
+        save_pretrained(more, tmp_path / "more")
+    more.config.num_labels = 7
+    save_pretrained(more, tmp_path / "more")
+    assert torch.equal(from_pretrained(tmp_path / "more").classifier.weight, more.classifier.weight)
+
+
 def test_errors_name_the_cure(tmp_path):
     with pytest.raises(TypeError, match=r"needs a transformers.PreTrainedModel, got Linear"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path)

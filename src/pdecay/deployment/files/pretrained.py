@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def weights_to_save(model: Any) -> tuple[dict[str, Tensor], Attributes]:
             state[name] = weight.mT.contiguous() if transposed else weight
             if tied[name] != name:
                 state[name] = state[tied[name]]
-    _check_structure(model, fresh, set(state))
+    _check_structure(model, fresh, state, tied)
     return {name: state[name] for name in model_order(fresh, state)}, _attributes(model, fresh)
 
 
@@ -113,7 +113,14 @@ def write_config(model: Any, folder: Path, attributes: Attributes) -> None:
                 file.write(path.read_bytes())
 
 
-def _check_structure(model: nn.Module, fresh: nn.Module, names: set[str]) -> None:
+def fits_in(shape: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether a tensor of a new model can be cut to a shape: no size is larger."""
+    return len(shape) == len(other) and all(a <= b for a, b in zip(shape, other, strict=True))
+
+
+def _check_structure(
+    model: nn.Module, fresh: nn.Module, state: dict[str, Tensor], tied: dict[str, str]
+) -> None:
     """Raise unless a new model has the same modules and can hold all tensors."""
     # A model may have one module where a new model has two with tied weights: resizing the
     # embeddings of an encoder-decoder does that.
@@ -126,19 +133,32 @@ def _check_structure(model: nn.Module, fresh: nn.Module, names: set[str]) -> Non
         if not same and (one is None or _has_own_tensors(module) or _has_own_tensors(one)):
             kind = "missing" if one is None else f"a {type(one).__name__}"
             problems.append(f"{name or 'the model'} is {kind} instead of {type(module).__name__}")
-    expected = set(fresh.state_dict())
-    problems += [f"{name} is missing" for name in sorted(expected - names)]
+    expected, names = fresh.state_dict(), state.keys()
+    problems += [f"{name} is missing" for name in sorted(expected.keys() - names)]
     problems += [
-        f"{name} is unknown" for name in sorted(names - expected) if not _is_free(fresh, name)
+        f"{name} is unknown"
+        for name in sorted(names - expected.keys())
+        if not _is_free(fresh, name)
     ]
+    for name in sorted(names & expected.keys()):
+        shape, new, first = state[name].shape, expected[name].shape, tied.get(name, name)
+        if not fits_in(shape, new):
+            problems.append(f"{name} has the shape {list(shape)} instead of {list(new)}")
+        elif first in state and not _same(state[name], state[first]):
+            problems.append(f"{name} differs from {first}, which the configuration ties to it")
     if problems:
         listed = "; ".join(problems[:4]) + ("; ..." if len(problems) > 4 else "")
         raise ValueError(
             f"this {type(model).__name__} cannot be saved as a model folder, because its class "
             f"could not load it again: {listed}. Save the trained or compacted model (adapters "
-            "merged, before deploy folds its batch norms), or give a path that ends in "
-            ".safetensors to save the tensors only"
+            "merged, before deploy folds its batch norms), update model.config if you changed the "
+            "head, or give a path that ends in .safetensors to save the tensors only"
         )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    # One memory first: a tensor with NaN is not equal to itself.
+    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
 
 
 def _kind(module: nn.Module | None) -> type | None:

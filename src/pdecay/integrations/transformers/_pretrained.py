@@ -13,7 +13,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from pdecay.deployment.compact.shrink import update_sizes
 from pdecay.deployment.files import SaveReport, load, read_rows, save
-from pdecay.deployment.files.pretrained import CONFIG_KEY, weights_in
+from pdecay.deployment.files.pretrained import CONFIG_KEY, fits_in, weights_in
 
 PathLike = str | os.PathLike[str]
 
@@ -106,7 +106,7 @@ def _resize(
                     continue
                 if tensor is None:
                     tensors[name] = nn.Parameter(module.get_parameter("weight").new_empty(shape))
-                elif _is_smaller(shape, tuple(tensor.shape)):
+                elif shape != tensor.shape and fits_in(shape, tensor.shape):  # else left to `load`
                     if tensor not in replaced:
                         cut = tensor[tuple(slice(size) for size in shape)].clone()
                         is_parameter = isinstance(tensor, nn.Parameter)
@@ -136,9 +136,3 @@ def _convert(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
         dtype = dtypes.get(name, tensor.dtype)
         if dtype.is_floating_point and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
-
-
-def _is_smaller(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether no size is larger, and one is smaller; other shapes are left to `load`."""
-    pairs = list(zip(shape, other, strict=False))
-    return len(shape) == len(other) and shape != other and all(a <= b for a, b in pairs)
