@@ -58,6 +58,25 @@ def test_tensor_with_the_name_of_the_program_is_refused(path, example):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+def test_untied_tensors_fill_tied_weights_if_they_are_equal(path, dense, equal):
+    first = torch.randn(4, 4)
+    first[0, 0] = torch.nan
+    save({"0.weight": first, "1.weight": first.clone() if equal else 2 * first}, path, dense=dense)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    before = model[0].weight.detach().clone()
+    if equal:
+        load(path, model)
+        assert torch.equal(model[1].weight.isnan(), first.isnan())
+        assert torch.equal(model[1].weight[1:], first[1:])
+    else:
+        with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' are tied in the model"):
+            load(path, model)
+        assert torch.equal(model[0].weight, before)
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_ties_with_unusual_names(path, dense):
     weight, state = torch.randn(4), {}

@@ -1,6 +1,7 @@
 """Model files that store little more than the non-zero weights.
 
     model_io     save and load a model or a state dict
+    matching     the tensors of a model that a file fills
     writer       write a file, one tensor at a time
     programs     the program of a model in its file
     pretrained   folders of Hugging Face models

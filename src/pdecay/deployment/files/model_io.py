@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -20,9 +20,9 @@ from pdecay.deployment.files.container import (
     Container,
     check_byte_order,
     prefix_errors,
-    short_repr,
 )
 from pdecay.deployment.files.dtypes import BY_TORCH
+from pdecay.deployment.files.matching import check_ties, match_targets, tie_key
 from pdecay.deployment.files.pretrained import (
     DENSE_WEIGHTS,
     OTHER_WEIGHTS,
@@ -38,13 +38,11 @@ from pdecay.deployment.files.save_report import SaveReport
 from pdecay.deployment.files.table import Row
 from pdecay.deployment.files.writer import write_dense, write_sparse
 from pdecay.deployment.model.inputs import Inputs, kept_example
-from pdecay.deployment.model.state import memory_key
 
 PathLike = str | os.PathLike[str]
 Model = TypeVar("Model", bound=nn.Module)
 
 _RESERVED_KEYS = ("format", "format_version", "pdecay_version", "sparsity")
-_MAX_LISTED = 8
 
 
 def save(
@@ -179,8 +177,9 @@ def load(
             file.check_contents()
             state = _state_dict(file)
             return restored(state) if PROGRAM in state else state
-        targets = _match_targets(path, file, model, strict)
+        targets = match_targets(path, file, model, strict)
         file.check_contents()
+        check_ties(path, file, model, targets)
         _copy_into(file, model, targets)
         return model
 
@@ -195,13 +194,6 @@ def read_rows(path: PathLike) -> dict[str, Row]:
     """Return the dtypes and shapes of all tensors of a file by name, without their values."""
     with prefix_errors(path), TensorFile(path) as file:
         return {name: file.tensors[file.ties.get(name, name)].row for name in file.names}
-
-
-def tie_key(tensor: object) -> object:
-    """Return a key that is equal for tied tensors; tensors without memory are never tied."""
-    if not isinstance(tensor, Tensor) or is_lazy(tensor) or not tensor.numel():
-        return object()
-    return memory_key(tensor) if tensor.layout == torch.strided else object()
 
 
 def _save_folder(
@@ -288,73 +280,6 @@ def _state_dict(file: TensorFile) -> OrderedDict[str, Tensor]:
         tie = file.ties.get(name)
         state[name] = file.load(file.tensors[name]) if tie is None else state[tie]
     return state
-
-
-def _match_targets(
-    path: PathLike, file: TensorFile, model: nn.Module, strict: bool
-) -> dict[str, list[Tensor]]:
-    """Return the model's tensors to fill for each tensor of the file; raise if any does not fit."""
-    state = model.state_dict()
-    targets: dict[str, list[Tensor]] = {name: [] for name in file.tensors}
-    problems = []
-    if PROGRAM in file.names:
-        raise ValueError(
-            f"{os.fspath(path)} is a saved model with its program: call load(path) without a model"
-        )
-    for name in file.names:
-        stored_name = file.ties.get(name, name)
-        target = state.get(name)
-        if isinstance(target, Tensor):
-            problem = _mismatch(target, file.tensors[stored_name].row)
-            problems += [f"{short_repr(name)} {problem}"] if problem else []
-            targets[stored_name].append(target)
-    if strict:
-        # Ordinary files store only one name of tied weights, so one name is enough.
-        filled = {tie_key(target) for group in targets.values() for target in group}
-        absent = [name for name in state if name not in file.tensors and name not in file.ties]
-        missing = [name for name in absent if tie_key(state[name]) not in filled]
-        unexpected = [name for name in file.names if name not in state]
-        for place, names in (("file", missing), ("model", unexpected)):
-            if names:
-                problems.append(f"missing in the {place}: {_listed(map(short_repr, names))}")
-    if problems:
-        raise ValueError(
-            f"{os.fspath(path)} does not fit this {type(model).__name__}, which is unchanged: "
-            f"{_listed(problems, '; ')}"
-        )
-    return targets
-
-
-def _mismatch(target: Tensor, row: Row) -> str | None:
-    """Return why a tensor of the file cannot be copied to the model's tensor, if so."""
-    if is_lazy(target):
-        return "is not initialised in the model: run the model once"
-    if target.layout != torch.strided:
-        return f"is a {target.layout} tensor in the model: load before the conversion"
-    if tuple(target.shape) != row.shape:
-        return f"has shape {list(row.shape)} in the file and {list(target.shape)} in the model"
-    if target.dtype != row.dtype.torch and not _can_convert(row.dtype.torch, target.dtype):
-        return f"is {row.dtype.torch} in the file, which cannot be cast to {target.dtype}"
-    if target.is_meta:
-        return "is on the meta device in the model: call model.to_empty(device=...) first"
-    if hasattr(target, "full_tensor"):
-        return "is sharded in the model: load before sharding"
-    if any(step == 0 and n > 1 for n, step in zip(target.shape, target.stride(), strict=True)):
-        return "is expanded in the model: its elements share memory and cannot be filled"
-    return None
-
-
-def _can_convert(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether ``copy_`` converts elements; it has no kernel for two numbers in a byte."""
-    kinds = (BY_TORCH.get(source), BY_TORCH.get(target))
-    packed = any(kind is not None and kind.packed > 1 for kind in kinds)
-    return torch.can_cast(source, target) and not packed
-
-
-def _listed(items: Iterable[str], separator: str = ", ") -> str:
-    items = list(items)
-    more = [f"and {len(items) - _MAX_LISTED:,} more"] if len(items) > _MAX_LISTED else []
-    return separator.join(items[:_MAX_LISTED] + more)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from pdecay._utils.errors import root_cause
 from pdecay.deployment.files.codec import BLOCK, Encoding
 from pdecay.deployment.files.container import FileFormatError, short_repr
 from pdecay.deployment.files.dtypes import BY_TORCH, to_array
-from pdecay.deployment.files.model_io import tie_key
+from pdecay.deployment.files.matching import tie_key
 from pdecay.deployment.files.reader import Block, TensorFile
 from pdecay.deployment.files.table import EXPANSION, Row
 
