@@ -239,6 +239,49 @@ def test_second_target_warns_if_it_asks_for_more_zeros_too_late(digits):
         fit(model, digits, 1, callbacks=[pk.SparsityTarget(0.5)])  # it only continues
 
 
+class Restore(keras.callbacks.Callback):
+    """Restore the first weights when the training ends, as `EarlyStopping` may do."""
+
+    def on_train_begin(self, logs=None):
+        self.first = self.model.get_weights()
+
+    def on_train_end(self, logs=None):
+        self.model.set_weights(self.first)
+
+
+class Stop(keras.callbacks.Callback):
+    """Stop after the first epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = True
+
+
+@pytest.mark.parametrize("target_first", [True, False])
+def test_target_warns_if_other_callbacks_restore_weights(digits, target_first):
+    callbacks = [pk.SparsityTarget(0.5), Restore()]
+    model = compiled(pk.PAdam(1e-2))
+    with pytest.warns(UserWarning, match="has 0.0% zeros, but SparsityTarget was given 50.0%"):
+        fit(model, digits, 2, callbacks=callbacks if target_first else callbacks[::-1])
+    assert "on_train_end" not in vars(model.history)
+
+
+@pytest.mark.parametrize("total", [None, 4 * STEPS_PER_EPOCH])
+def test_target_warns_if_the_training_stops_before_the_end_of_the_ramp(digits, total):
+    model = compiled(pk.PAdam(1e-2))
+    with pytest.warns(UserWarning, match="stopped at step 12; the ramp ends at step 41"):
+        fit(model, digits, 4, callbacks=[pk.SparsityTarget(0.5, total), Stop()])
+
+
+def test_target_does_not_warn_between_two_calls_of_fit(digits):
+    model = compiled(pk.PAdam(1e-2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for epoch in range(4):
+            target = pk.SparsityTarget(0.5, 4 * STEPS_PER_EPOCH)
+            fit(model, digits, epoch + 1, epoch, callbacks=[target])
+    assert zeros(model)[0] == round(zeros(model)[1] / 2)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "error", "message"),
     [

@@ -101,7 +101,8 @@ class SparsityTarget(SparsityLogger):
         if total_steps is not None:
             check_count("total_steps", total_steps)
         self.target, self.total_steps, self.start, self.end = target, total_steps, start, end
-        self._begin = self._end = self._every = self._step = 0
+        self._begin = self._end = self._every = 0
+        self._first = self._step = 0  # of this call of `fit`, and now
         self._before: Probes | None = None  # weights before the step
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -110,7 +111,7 @@ class SparsityTarget(SparsityLogger):
         total = self.total_steps or self._steps_of_fit(optimizer)
         self._begin, self._end, self._every = ramp_steps(self.start, self.end, total)
         self._before = None
-        self._step = _steps(optimizer)
+        self._first = self._step = _steps(optimizer)
         if self._step == 0 or self._step < self._begin:
             optimizer.decay_scale.assign(0.0)
         elif self._step >= self._end:
@@ -152,6 +153,43 @@ class SparsityTarget(SparsityLogger):
                 optimizer, self.target * cubic_ramp(int(step - lag), self._begin, self._end)
             )
             self._set_scale(optimizer, before, step - last)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Warn if the model misses the target, once the other callbacks have restored weights."""
+        # Keras calls its History after the callbacks of the user. `EarlyStopping` restores the best
+        # weights in its own `on_train_end`, which may follow this one.
+        history = getattr(self.model, "history", None)
+        if not isinstance(history, keras.callbacks.History):
+            self._check_target()
+            return
+
+        def check_once(logs: dict[str, Any] | None = None) -> None:
+            del history.on_train_end
+            history.on_train_end(logs)
+            self._check_target()
+
+        history.on_train_end = check_once
+
+    def _check_target(self) -> None:
+        """Warn if the training has ended with too few zeros."""
+        is_short = self._step < self._end
+        # with total_steps, another call of `fit` may follow
+        if is_short and self.total_steps is not None and not self.model.stop_training:
+            return
+        if (
+            self._first >= self._end
+            or not _missing_zeros(_magnitudes(self._optimizer()), self.target) > 0
+        ):
+            return
+        reason = "its weights were replaced by others, perhaps of an earlier step"
+        if is_short:
+            reason = f"the training stopped at step {self._step}"
+        warnings.warn(
+            f"the model has {sparsity(self.model, self.threshold):.1%} zeros, but SparsityTarget "
+            f"was given {self.target:.1%}: {reason}; the ramp ends at step {self._end}. Let other "
+            "callbacks choose weights after it (EarlyStopping has start_from_epoch)",
+            stacklevel=2,
+        )
 
     def _optimizer(self) -> PNormDecay:
         # self.model synchronises the state of JAX; self._model would read stale weights.
