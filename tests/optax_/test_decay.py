@@ -1,20 +1,41 @@
 """The decay step: its numbers, its settings, and the tensors that do not decay."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import torch
+from flax import nnx
 
 import pdecay
 from pdecay import Every, Instant, Lp, Slow
 from pdecay._core.penalty import as_penalty, factor_of
-from pdecay.optax import p_norm_decay, padam, psgd
+from pdecay.optax import p_norm_decay, padam, psgd, sparsity_target
 
 from .training import SCHEDULE, first_params, train, zeros
 
 W = np.array([[0.0, 1e-30, 1e-6], [0.01, -1.0, 30.0]], np.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Conv:
+    """The parameters of a convolution as equinox has them."""
+
+    weight: jax.Array
+    bias: jax.Array
+
+
+PRETRAINED = {
+    "equinox": Conv(jnp.ones((3, 2, 5, 5)), jnp.ones((3, 1, 1))),
+    "haiku": {"bn": {"scale": jnp.ones((1, 1, 1, 4)), "offset": jnp.ones((1, 1, 1, 4))}},
+    "stack": {"norm": {"scale": jnp.ones((3, 8))}, "scale": {"kernel": jnp.ones((3, 8, 8))}},
+    "flat": {"dense/kernel": jnp.ones((4, 4)), "dense/bias": jnp.ones((2, 2))},
+    "flat tuples": {("dense", "kernel"): jnp.ones((4, 4)), ("dense", "bias"): jnp.ones((2, 2))},
+}
 
 
 def one_step(tx, w, u):
@@ -80,6 +101,18 @@ class TestSpared:
             again, _ = tx.update(updates, state, params_2)
             assert (again["zero"] == 0.5).all()
 
+    @pytest.mark.parametrize("tree", [*PRETRAINED, "flax"])
+    def test_biases_and_norms_of_any_shape_are_left_alone(self, tree):
+        # those of a trained network are not zero when the state is initialised
+        params = jax.tree.map(jnp.ones_like, _attention() if tree == "flax" else PRETRAINED[tree])
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        decay, target = p_norm_decay(1.0, Lp(1, 1.0)), sparsity_target(0.99, 1)
+        for tx in (decay, target):
+            new, _ = tx.update(zeros, tx.init(params), params)
+            for path, update in jax.tree_util.tree_leaves_with_path(new):
+                weight = any(name in jax.tree_util.keystr(path) for name in ("kernel", "weight"))
+                assert (update != 0).any() == weight, path
+
     @pytest.mark.parametrize("as_function", [False, True])
     def test_mask_replaces_the_rule_of_dimensions(self, as_function):
         params = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
@@ -88,6 +121,11 @@ class TestSpared:
         new, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
         assert (new["a"] == -0.5).all()
         assert (new["b"] == 0).all()
+
+
+def _attention():
+    layer = nnx.MultiHeadAttention(2, 4, 4, decode=False, rngs=nnx.Rngs(0))
+    return nnx.state(layer, nnx.Param)
 
 
 class TestSchedules:

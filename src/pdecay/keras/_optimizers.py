@@ -27,6 +27,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from pdecay._core.names import EXCLUDED_NAMES
 from pdecay._core.penalty import Lp, Penalty, as_penalty
 
 Tensor = Any  # a tensor of Keras' backend
@@ -36,10 +37,6 @@ Variable = Any  # a keras.Variable, or a tf.Variable
 HOLD = 1e-30
 
 _BACKEND = keras.backend.backend()
-# The biases of attention and of some recurrent layers have two dimensions, and so have the
-# parameters of a normalisation over several axes. The zero test would not recognise them in a
-# network that was trained before.
-_EXCLUDED_NAMES = frozenset({"bias", "beta", "gamma", "scale"})
 _WRAPPERS = ("LossScaleOptimizer", "MultiOptimizer")
 _DEFAULT = Lp(1, 1e-2)
 
@@ -172,7 +169,7 @@ class PNormDecay(keras.optimizers.Optimizer):
         name = getattr(variable, "path", variable.name).split("/")[-1].split(":")[0]
         return bool(
             len(variable.shape) >= 2
-            and name not in _EXCLUDED_NAMES
+            and name not in EXCLUDED_NAMES
             and self._use_weight_decay(variable)
             and np.any(ops.convert_to_numpy(variable) != 0)
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from pdecay._core.auxiliary import Auxiliary, as_plain, first_anchor
+from pdecay._core.names import EXCLUDED_NAMES
 from pdecay._core.penalty import Penalty, as_penalty, factor_of
 from pdecay._core.validation import check_number
 
@@ -64,9 +66,10 @@ def p_norm_decay(
             and lam can also be arrays, traced ones included, or schedules: functions of the step.
             None means no decay.
         mask: a tree of bool with the structure of the parameters, or a function that returns it;
-            True decays. By default, tensors with fewer than two dimensions do not decay. Tensors
-            that are all zero when the state is initialised never decay, because zero is a fixed
-            point for p < 2.
+            True decays. By default, tensors with fewer than two dimensions do not decay, nor do
+            those that are named as biases and parameters of norms: bias, scale, offset, beta and
+            gamma. Tensors that are all zero when the state is initialised never decay, because
+            zero is a fixed point for p < 2.
         auxiliary: the update rule of s, as in :class:`pdecay.PAdam`.
 
     Half-precision weights are computed in single precision. Their updates are single precision
@@ -129,10 +132,12 @@ def p_norm_decay(
 def masked_to_weights(
     tx: optax.GradientTransformation, mask: Mask | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Restrict a transformation to a mask, by default to tensors with two or more dimensions."""
+    """Restrict a transformation to a mask, by default to matrices that are not biases or norms."""
 
     def matrices(params: Tree) -> Tree:
-        return jax.tree.map(lambda w: jnp.ndim(w) >= 2, params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, w: jnp.ndim(w) >= 2 and _name(path) not in EXCLUDED_NAMES, params
+        )
 
     if isinstance(mask, int | float | str) and mask not in (True, False):
         raise TypeError(f"mask must be a tree of bool or a function that returns one, got {mask!r}")
@@ -205,6 +210,17 @@ def has_nonzero(w: jax.Array) -> jax.Array:
 def at_least_single(w: jax.Array) -> jax.Array:
     """Convert half-precision weights to single precision; return others unchanged."""
     return w.astype(jnp.promote_types(w.dtype, jnp.float32))
+
+
+def _name(path: Sequence[Any]) -> str:
+    """Return the name of a parameter at a path in a tree, without those of its modules."""
+    *_, last = path or ("",)
+    if isinstance(last, jax.tree_util.GetAttrKey) and last.name == "value" and len(path) > 1:
+        last = path[-2]  # flax keeps the array in an attribute of a variable
+    name = getattr(last, "key", getattr(last, "name", ""))
+    if isinstance(name, tuple) and name:  # of flax.traverse_util.flatten_dict
+        name = name[-1]
+    return re.split("[/.]", str(name))[-1]
 
 
 def _factor(w_old: jax.Array, pairs: list[tuple[Any, Any]], rate: Any) -> jax.Array:
