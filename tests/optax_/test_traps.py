@@ -93,6 +93,22 @@ def test_target_rejects_an_optimizer_that_skips_steps(inner):
         with_sparsity_target(inner, 0.8, 40).init(first_params())
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()),
+        optax.contrib.prodigy(),
+        optax.contrib.dowg(),
+        optax.contrib.mechanize(optax.adam(0.1)),
+    ],
+)
+def test_a_learning_rate_that_the_decay_cannot_see_is_rejected(inner):
+    """The updates become small while the decay stays as strong as at first."""
+    with pytest.raises(ValueError, match="changes its learning rate by its own rule"):
+        with_p_norm_decay(inner, DECAY, 0.1).init(first_params())
+    with_p_norm_decay(inner, DECAY, lambda count: 0.1).init(first_params())  # on purpose
+
+
 def test_casting_updates_to_bfloat16_loses_the_decay():
     # the step divides the weight by 1000: its update is -0.0999, which bfloat16 rounds too coarsely
     w = jnp.full((2, 2), 0.1)

@@ -20,6 +20,20 @@ from pdecay.optax._decay import (
 )
 
 _DEFAULT_DECAY = Lp(1, 1e-2)
+# The states of transformations that find their learning rate while they run. Older versions of
+# optax have fewer.
+_NAMES = (
+    "COCOBState",
+    "DAdaptAdamWState",
+    "DoGState",
+    "DoWGState",
+    "MechanicState",
+    "MomoAdamState",
+    "MomoState",
+    "ProdigyState",
+    "ReduceLROnPlateauState",
+)
+_OWN_RATES = tuple(vars(optax.contrib)[name] for name in _NAMES if hasattr(optax.contrib, name))
 
 
 def with_p_norm_decay(
@@ -43,7 +57,8 @@ def with_p_norm_decay(
 
     Raises:
         ValueError: from ``init``, if `tx` skips or delays steps, contains
-            ``optax.contrib.schedule_free``, or has a schedule and `learning_rate` is a constant.
+            ``optax.contrib.schedule_free``, or has a schedule or a rule of its own for the
+            learning rate and `learning_rate` is a constant.
 
     Example:
         >>> schedule = optax.cosine_decay_schedule(1e-4, 1000)
@@ -117,6 +132,12 @@ def _check_constant_rate(state: Any) -> None:
         raise ValueError(
             "the given tx holds its learning rate in inject_hyperparams, where the decay cannot "
             "see it. Put inject_hyperparams around: optax.inject_hyperparams(padam)(...)."
+        )
+    for node in nodes_of(state, _OWN_RATES):
+        raise ValueError(
+            f"the given tx changes its learning rate by its own rule ({type(node).__name__}), and "
+            "the decay cannot see it. Use a schedule, or inject_hyperparams around the result; for "
+            "a constant on purpose, pass a function of the step that returns it."
         )
     if nodes_of(state, (optax.ScaleByScheduleState,)):
         raise ValueError(
