@@ -32,12 +32,14 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 from torch.optim import Optimizer
 
 from pdecay._core.parameters import is_zero
+from pdecay._optim.interrupts import DeferredInterrupts, is_inside
 from pdecay._optim.state_precision import restore_squares
 
 T = TypeVar("T", bound="StepHooks")
 
 # Attributes that a copy of an object does not take over.
 _OF_ONE_OPTIMIZER = ("_optimizer", "_outer_step", "_handles", "_checkpoint")
+_interrupts = DeferredInterrupts()
 _OPTIMIZER_FILE = sys.modules[Optimizer.__module__].__file__  # torch runs the hooks in it
 
 
@@ -46,7 +48,7 @@ class StepHooks:
 
     A subclass's ``step()`` that calls ``super().step()`` runs torch's hooks twice. Only the
     outer call is the user's; the inner one is ignored here. The methods run without gradients and
-    are not traced by ``torch.compile``.
+    are not traced by ``torch.compile``. Ctrl-C acts after the step (see ``interrupts.py``).
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -125,8 +127,9 @@ class StepHooks:
     @torch.no_grad()
     def _pre_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         frame = _calling_step()
-        if self._outer_step is not None and _is_inside(frame, self._outer_step):
+        if self._outer_step is not None and is_inside(frame, self._outer_step):
             return
+        _interrupts.begin(frame)
         self._outer_step = frame
         given = (*args[1:], *kwargs.values())  # the first argument is the optimizer
         self.before_step(has_closure=any(callable(arg) for arg in given))
@@ -134,9 +137,16 @@ class StepHooks:
     @_disable_dynamo
     @torch.no_grad()
     def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _calling_step() is self._outer_step:
-            self._outer_step = None
+        frame = _calling_step()
+        if frame is not self._outer_step:
+            return
+        self._outer_step = None
+        try:
             self.after_step()
+        finally:
+            acting = [*_hooks_of(optimizer)]
+            if not acting or acting[-1] is self:
+                _interrupts.end(frame)
 
     def _state_dict_hook(self, optimizer: Optimizer) -> None:
         self.before_state_dict()
@@ -291,12 +301,3 @@ def _calling_step() -> FrameType:
             return frame
         frame = frame.f_back
     raise RuntimeError("a step hook was called outside an optimizer's step()")
-
-
-def _is_inside(frame: FrameType | None, outer: FrameType) -> bool:
-    """Check whether `outer` is among the callers of `frame`."""
-    while frame is not None:
-        if frame is outer:
-            return True
-        frame = frame.f_back
-    return False

@@ -1,0 +1,147 @@
+"""Ctrl-C during a step acts after it, so that zeros stay zero."""
+
+import signal
+import threading
+
+import pytest
+import torch
+
+import pdecay
+from pdecay import Lp
+
+
+class Interrupted(torch.optim.SGD):
+    """SGD that receives signals between its update and the hooks after it."""
+
+    numbers = ()
+
+    def step(self, closure=None):
+        super().step(closure)
+        for number in self.numbers:
+            signal.raise_signal(number)
+
+
+def sparse_optimizer(attach=True):
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(20, 20))
+    weight.data[:, ::2] = 0
+    optimizer = Interrupted([weight], lr=0.1)
+    if attach:
+        pdecay.attach(optimizer, Lp(1, 1e-3))
+    weight.grad = torch.ones_like(weight)
+    return weight, optimizer
+
+
+@pytest.fixture(autouse=True)
+def same_handlers():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_ctrl_c_keeps_the_zeros_of_attach(fused):
+    weight, optimizer = sparse_optimizer(attach=False)
+    pdecay.attach(optimizer, Lp(1, 1e-3), fused=fused)
+    optimizer.numbers = (signal.SIGINT,)
+    before = weight.detach().clone()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert torch.equal(weight == 0, before == 0)
+    assert not torch.equal(weight, before)
+
+
+def test_ctrl_c_acts_after_all_hooks():
+    _, optimizer = sparse_optimizer()
+    target = pdecay.SparsityTarget(optimizer, 0.9, total_steps=20)
+    for _ in range(18):  # the ramp ends at step 17
+        optimizer.step()
+    optimizer.numbers = (signal.SIGINT,)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert target.last_step == 19
+    assert target.sparsity == 0.9
+
+
+def test_ctrl_c_keeps_the_mask_of_gradual_pruning():
+    _, optimizer = sparse_optimizer(attach=False)
+    pruning = pdecay.GradualMagnitudePruning(optimizer, 0.9, total_steps=10)
+    for _ in range(8):
+        optimizer.step()
+    optimizer.numbers = (signal.SIGINT,)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert pruning.sparsity_now == 0.9
+
+
+def test_second_ctrl_c_acts_at_once():
+    weight, optimizer = sparse_optimizer()
+    optimizer.numbers = (signal.SIGINT, signal.SIGINT)
+    before = weight.detach().clone()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert not torch.equal(weight == 0, before == 0)
+    optimizer.numbers = ()
+    optimizer.step()
+
+
+def test_handler_of_the_program_is_called_after_the_step():
+    weight, optimizer = sparse_optimizer()
+    optimizer.numbers = (signal.SIGTERM,)
+    zeros, seen = weight == 0, []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append(torch.equal(weight == 0, zeros)))
+    try:
+        optimizer.step()
+        assert seen == [True]
+        signal.raise_signal(signal.SIGTERM)
+        assert len(seen) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_ctrl_c_works_after_a_step_that_raised():
+    _, optimizer = sparse_optimizer()
+
+    def fail():
+        raise OSError("no data")
+
+    with pytest.raises(OSError, match="no data"):
+        optimizer.step(fail)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_before_a_step_raised_is_not_lost():
+    weight, optimizer = sparse_optimizer()
+
+    def fail():
+        signal.raise_signal(signal.SIGINT)
+        raise OSError("no data")
+
+    with pytest.raises(OSError, match="no data"):
+        optimizer.step(fail)
+    before = weight.detach().clone()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert torch.equal(weight, before)
+    optimizer.step()
+
+
+def test_step_inside_the_closure_of_another_ends_with_the_outer_one():
+    weight, optimizer = sparse_optimizer()
+    _, inner = sparse_optimizer()
+    inner.numbers = (signal.SIGINT,)
+    zeros = weight == 0
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(inner.step)
+    assert torch.equal(weight == 0, zeros)
+
+
+def test_steps_in_other_threads_change_no_handlers():
+    _, optimizer = sparse_optimizer()
+    found = []
+    optimizer.register_step_post_hook(lambda *_: found.append(signal.getsignal(signal.SIGINT)))
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGINT)]
