@@ -48,3 +48,23 @@ def assert_same(deployed, model, *inputs):
     with torch.no_grad():
         for given in (inputs, tuple(one.flip(0) for one in inputs)):
             torch.testing.assert_close(deployed(*given), model(*given), rtol=1e-4, atol=1e-5)
+
+
+class Windows(nn.Module):
+    """A network over windows of a sequence, which shrink for a short one and stay small.
+
+    The Swin of transformers does so.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.size = 4
+        self.first = nn.Linear(5, 8)
+        self.second = nn.Linear(8, 3)
+
+    def forward(self, x):
+        length = x.shape[1]
+        if length <= self.size:
+            self.size = length
+        x = nn.functional.pad(self.first(x).relu(), (0, 0, 0, -length % self.size))
+        return self.second(x.unflatten(1, (-1, self.size)).amax(2)).mean(1)

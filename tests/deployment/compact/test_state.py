@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pdecay.deployment.compact import compact
+from pdecay.deployment.compact import CompactError, compact
 
 from .checks import Model, compacted
 
@@ -90,3 +90,19 @@ def test_cache_of_keys_in_a_buffer():
         for start, length in ((0, 6), (6, 1), (7, 4)):
             x = torch.randn(2, length, 3)
             torch.testing.assert_close(smaller(x, start), model(x, start))
+
+
+def test_checks_of_other_sizes_do_not_change_later_ones():
+    def forward(self, x):
+        length = x.shape[1]
+        self.size = min(self.size, length)  # a single word makes all later inputs fail
+        x = self.first(x).relu()
+        x = 1 - x if length > 20 else x
+        return self.second(x.unflatten(1, (-1, self.size)).mT.matmul(self.position).squeeze(-1))
+
+    model = Model(forward, first=nn.Linear(5, 8), second=nn.Linear(8, 3), size=4)
+    model.position = nn.Parameter(torch.randn(4, 1))
+    with torch.no_grad():
+        model.first.weight[0], model.first.bias[0] = 0, -1
+    with pytest.raises(CompactError, match="an input of shape \\[2, 24, 5\\]"):
+        compact(model, torch.randn(2, 12, 5))

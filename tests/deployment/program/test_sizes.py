@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pdecay
+from tests.deployment.networks import Windows
 
 
 class Branching(nn.Module):
@@ -102,3 +103,11 @@ def test_models_are_not_tried_on_empty_inputs(tmp_path):
     pdecay.save(model, tmp_path / "a.safetensors", example_inputs=(indices, offsets))
     loaded = pdecay.load(tmp_path / "a.safetensors")
     assert torch.equal(loaded(indices, offsets), model(indices, offsets))
+
+
+def test_checks_of_other_sizes_do_not_change_the_program(tmp_path):
+    model = Windows().eval()
+    x = torch.randn(2, 12, 5)
+    pdecay.save(model, tmp_path / "a.safetensors", example_inputs=x)
+    torch.testing.assert_close(pdecay.load(tmp_path / "a.safetensors")(x), model(x))
+    assert model.size == 4

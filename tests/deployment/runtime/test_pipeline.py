@@ -19,6 +19,7 @@ from pdecay.deployment.runtime.pipeline import deploy
 from pdecay.lab.models import GPT, MLP, ResNet
 from tests.deployment.networks import (
     NETWORKS,
+    Windows,
     assert_same,
     mostly_zero,
     with_batch_statistics,
@@ -472,6 +473,18 @@ def test_checks_of_other_batch_sizes_keep_no_plans():
     deployed = deploy(model, torch.randn(1, 512))
     layers = [layer for layer in deployed.modules() if isinstance(layer, SparseLinear)]
     assert all(len(layer._calls) == 1 for layer in layers)
+
+
+def test_checks_of_other_sizes_do_not_change_later_runs(clock):
+    model = Windows().eval()
+    with torch.no_grad():
+        model.second.weight[:, :3] = 0
+    x = torch.randn(2, 12, 5)
+    deployed = deploy(model, x, choose="sparse")
+    assert deployed.report.removed == 3
+    assert not deployed.report.notes
+    torch.testing.assert_close(deployed(x), model(x))
+    assert deployed.size == model.size == 4
 
 
 def test_layers_with_two_names(clock):

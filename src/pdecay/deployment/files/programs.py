@@ -11,7 +11,7 @@ from pdecay._utils.errors import one_line
 from pdecay.deployment.files.container import FileFormatError
 from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.outputs import difference, outputs
+from pdecay.deployment.model.outputs import difference, fresh_outputs, outputs
 from pdecay.deployment.model.program import Free
 from pdecay.deployment.model.state import evaluating, shared_copy
 from pdecay.deployment.program import Captured, SavedModel, capture, restore
@@ -102,7 +102,7 @@ def _same_at_one(
     args, kwargs = assemble(structure, given)
     inputs = Inputs(tuple(args), kwargs)
     try:
-        expected = outputs(model, inputs)
+        expected = fresh_outputs(model, inputs)
     except Exception:
         return None
     try:
@@ -126,7 +126,7 @@ def _compare(model: nn.Module, loaded: nn.Module, example: Inputs) -> None:
     with evaluating(model):
         for inputs in (example, *example.other_sizes()):
             try:
-                expected = outputs(model, inputs)
+                expected = fresh_outputs(model, inputs)
             except Exception:
                 continue
             try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pdecay.deployment.model.inputs import Inputs
+from pdecay.deployment.model.state import shared_copy
 
 TOLERANCE = 1e-5  # relative to the largest element of an output
 
@@ -56,6 +57,15 @@ def _parts(output: object) -> list[object]:
 def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """Run a model and return copies of its output tensors."""
     return [tensor.clone() for tensor in tensors_of(inputs.call(model))]
+
+
+def fresh_outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """Run a copy of a model in eval mode and return its output tensors.
+
+    A run may store something that depends on its inputs, such as a smaller window for a small
+    image. With copies, a check of other inputs does not change the results of later runs.
+    """
+    return outputs(shared_copy(model), inputs)
 
 
 def difference(expected: list[Tensor], got: list[Tensor]) -> float:

@@ -17,7 +17,7 @@ from pdecay.deployment.compact import CompactError, compact
 from pdecay.deployment.layers.modules import SparseLayer
 from pdecay.deployment.model.errors import DeploymentError
 from pdecay.deployment.model.inputs import Inputs, keep_example
-from pdecay.deployment.model.outputs import difference, outputs
+from pdecay.deployment.model.outputs import difference, fresh_outputs, outputs
 from pdecay.deployment.model.state import (
     buffer_values,
     check_plain,
@@ -275,13 +275,12 @@ def _other_size_errors(
     errors: dict[Choice, float] = dict.fromkeys(models, 0.0)
     for check in inputs.other_sizes():
         try:
-            expected = outputs(given, check)
+            expected = fresh_outputs(given, check)
         except Exception:  # the model does not take this size
             continue
         for name, one in models.items():
-            tried = shared_copy(one)
             try:
-                error = difference(expected, outputs(tried, check))
+                error = difference(expected, fresh_outputs(one, check))
             except Exception:
                 error = float("inf")
             errors[name] = max(errors[name], error)
