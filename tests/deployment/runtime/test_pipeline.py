@@ -487,6 +487,32 @@ def test_checks_of_other_sizes_do_not_change_later_runs(clock):
     assert deployed.size == model.size == 4
 
 
+class Domains(nn.Module):
+    """A network with a batch norm for each domain, or one without for the second domain."""
+
+    def __init__(self, norms):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 8, 3)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(norms))
+
+    def forward(self, x, domain=0):
+        x = self.layer(x)
+        return self.norms[int(domain)](x) if domain < len(self.norms) else x
+
+
+@pytest.mark.parametrize(
+    ("norms", "number"), [(2, ()), (2, (0,)), (2, (torch.tensor(0),)), (1, (0,))]
+)
+def test_batch_norm_that_a_number_chooses(clock, norms, number):
+    model = Domains(norms)
+    for norm in model.norms:
+        nn.init.normal_(norm.running_mean)
+    x = torch.randn(2, 3, 8, 8)
+    deployed = deploy(model.eval(), (x, *number), choose="dense")
+    for domain in (0, 1):
+        torch.testing.assert_close(deployed(x, domain), model(x, domain), rtol=1e-4, atol=1e-4)
+
+
 def test_layers_with_two_names(clock):
     class TwoNames(nn.Module):
         def __init__(self):

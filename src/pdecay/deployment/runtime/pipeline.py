@@ -74,8 +74,8 @@ def deploy(
             :func:`pdecay.prune_`).
         example_inputs: as for :func:`pdecay.compact`, with the batch size of later use. The model's
             code must take the same branches later. This is checked for one row, for twice the rows,
-            and for half, one, one less and twice of each other size: a version whose outputs differ
-            is not used, and the report says so.
+            for half, one, one less and twice of each other size, and for other numbers: a version
+            whose outputs differ is not used, and the report says so.
         seconds: the time for the whole call. Compaction and checks run the model dozens of times,
             however long that takes; at least 30 % of `seconds` remain for measurements, which time
             each layer and model at least once. Measurements end earlier if repetitions agree. If
@@ -169,9 +169,9 @@ def _deployed(
     for one in changed.values():
         set_buffers(one, buffers)
     errors = {name: difference(expected, outputs(one, inputs)) for name, one in changed.items()}
-    other_errors = _other_size_errors(given, changed, inputs)
+    other_errors = _other_input_errors(given, changed, inputs)
     for name in ("smaller", "sparse"):
-        where = "" if errors.get(name, 0.0) > _TOLERANCE else " for another size of the inputs"
+        where = "" if errors.get(name, 0.0) > _TOLERANCE else " for another size or number"
         error = max(errors.get(name, 0.0), other_errors.get(name, 0.0))
         if error > _TOLERANCE:
             notes.append(
@@ -265,24 +265,26 @@ def _compacted(model: nn.Module, inputs: Inputs, notes: list[str]) -> nn.Module:
     return smaller.eval().requires_grad_(False)
 
 
-def _other_size_errors(
+def _other_input_errors(
     given: nn.Module, models: Mapping[Choice, nn.Module], inputs: Inputs
 ) -> dict[Choice, float]:
-    """Return each model's largest difference for other sizes of the inputs than the example's.
+    """Return each model's largest difference for other sizes and numbers than the example's.
 
     The models run as copies, so that the plans of sparse layers for these sizes are not kept.
     """
     errors: dict[Choice, float] = dict.fromkeys(models, 0.0)
-    for check in inputs.other_sizes():
+    numbers = inputs.other_numbers()
+    for check in (*inputs.other_sizes(), *numbers):
         try:
             expected = fresh_outputs(given, check)
-        except Exception:  # the model does not take this size
+        except Exception:  # the model does not take this size or number
             continue
         for name, one in models.items():
             try:
                 error = difference(expected, fresh_outputs(one, check))
             except Exception:
-                error = float("inf")
+                # A number may choose layers that did not run on the example and do not fit.
+                error = 0.0 if any(check is number for number in numbers) else float("inf")
             errors[name] = max(errors[name], error)
     return errors
 

@@ -55,7 +55,7 @@ def fold_batch_norms(model: nn.Module, usage: Usage) -> list[str]:
         if not isinstance(layer, LAYERS) or obstacle(model, layer, usage) or has_hooks(norm):
             continue
         fused = _fused_layer(layer, norm, usage)
-        if fused is None:
+        if fused is None or _has_alternative(model, norm, usage):
             continue
         layer.weight, layer.bias = fused.weight, fused.bias
         layer.requires_grad_(False)
@@ -66,6 +66,22 @@ def fold_batch_norms(model: nn.Module, usage: Usage) -> list[str]:
         else:
             del usage.next_of[layer]
     return folded
+
+
+def _has_alternative(model: nn.Module, norm: nn.Module, usage: Usage) -> bool:
+    """Return whether another batch norm beside this one may get the layer's outputs.
+
+    Such as the one of another domain, which an argument chooses and the example did not run.
+    """
+    siblings = [
+        one for parent in model.modules() if norm in parent.children() for one in parent.children()
+    ]
+    return any(
+        isinstance(one, nn.BatchNorm1d | nn.BatchNorm2d)
+        and one not in usage.calls
+        and one.num_features == norm.num_features
+        for one in siblings
+    )
 
 
 @torch.no_grad()
