@@ -15,6 +15,7 @@ from pdecay.deployment.compact import CompactError, compact
 from pdecay.deployment.compact.fitting import Fitting
 from pdecay.deployment.model.inputs import Inputs
 
+from .checks import Model
 from .models import build, kill
 
 
@@ -45,6 +46,22 @@ def test_original_is_not_changed():
     mine = {id(param) for param in model.parameters()}
     assert not any(id(param) in mine for param in smaller.parameters())
     assert not hasattr(model, "compact_report")
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_example_that_the_model_changes_in_place(hidden):
+    def forward(self, x):
+        x.sub_(1).div_(2)
+        if hidden:  # functionalization does not support it
+            x.sum().tolist()
+        return self.last(self.first(x).relu())
+
+    model = Model(forward, first=nn.Linear(3, 6), last=nn.Linear(6, 2))
+    model.last.weight.data[:, 1] = 0
+    example = torch.randn(4, 3)
+    given = example.clone()
+    assert compact(model, example).first.out_features == 5
+    assert torch.equal(example, given)
 
 
 def test_modes_flags_and_hooks_are_kept():

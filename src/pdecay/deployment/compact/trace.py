@@ -180,6 +180,7 @@ def _record(
 ) -> Trace:
     # Use a copy, since tensors that a model caches during a recorded run are wrapped and unusable.
     model = copy.deepcopy(model, {id(param): param for param in model.parameters()})
+    inputs = inputs.copy()  # the model may change its arguments in place
     recorder = _Recorder(model)
     leaves, spec = tree_flatten((inputs.args, inputs.kwargs))
     distinct = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
