@@ -194,3 +194,21 @@ def test_hooks_see_the_same():
     x = torch.randn(5, 4)
     model(x), smaller(x)
     torch.testing.assert_close(*seen)
+
+
+@pytest.mark.parametrize("resize", [False, True])
+def test_layers_that_only_training_uses_are_not_changed(resize):
+    def forward(self, x):
+        features = self.first(x).relu()
+        more = self.more(features)
+        more = more.repeat(1, 2) if resize else more
+        return (self.last(features), more) if self.training else self.last(features)
+
+    more = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    model = Model(forward, first=nn.Linear(4, 8), last=nn.Linear(8, 2), more=more)
+    model.last.weight.data[:, :4] = model.more[0].weight.data[:, 2:6] = 0
+    optimizer = torch.optim.Adam(model.parameters())
+    smaller, _ = compact(model, torch.randn(2, 4), optimizer=optimizer)
+    assert smaller.first.out_features == 6
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(smaller.train()(x), model.train()(x))

@@ -78,14 +78,32 @@ def analyse(trace: Trace, keep: dict[str, str]) -> Analysis:
         value.mark_live(True)
         for labels in value.labels:
             units.keep(labels.tolist(), "the model returns or stores them")
+    unused = _unused_layers(trace)
     for call, rule in zip(reversed(trace.calls), reversed(rules), strict=True):
         for value in call.outs:
+            value.mark_live(call in unused)
             mark_cropped(value, readers.get(id(value), []))
         if unread := unread_pieces(call, readers):
             mark_unread(call, unread)
         rule.mark_live(call)
     found = [rule.consumer(call) for call, rule in zip(trace.calls, rules, strict=True)]
     return Analysis(trace, units, [one for one in found if one is not None], unknown)
+
+
+def _unused_layers(trace: Trace) -> set[Call]:
+    """Return the operations with weights whose results the code does not use in any way.
+
+    It may use them in training mode, such as those of an auxiliary head, so that these layers are
+    not changed. Results that are multiplied by zeros are used.
+    """
+    reached = {id(value) for value in trace.outputs}
+    unused = set()
+    for call in reversed(trace.calls):
+        if not call.outs or call.in_place or any(id(out) in reached for out in call.outs):
+            reached.update(map(id, call.ins))
+        elif {value.static for value in call.ins} == {True, False}:
+            unused.add(call)
+    return unused
 
 
 def _readers(trace: Trace) -> dict[int, list[Call]]:
