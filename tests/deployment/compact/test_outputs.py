@@ -183,13 +183,28 @@ def test_results_in_attributes_stay_the_same(wrap):
     )
 
 
-def test_hooks_see_the_same():
+@pytest.mark.parametrize("kind", ["output", "input", "keyword"])
+def test_hooks_see_the_same(kind):
     seen = []
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
-    model[2].weight.data[:, :3] = model[4].weight.data[:, :3] = 0
-    model[3].register_forward_hook(lambda layer, args, output: seen.append(output))
+
+    def forward(self, x):
+        x = self.act(self.middle(self.first(x).relu()))
+        return self.last(input=x) if kind == "keyword" else self.last(x)
+
+    layers = {"first": nn.Linear(4, 8), "middle": nn.Linear(8, 6), "last": nn.Linear(6, 2)}
+    model = Model(forward, **layers, act=nn.ReLU())
+    model.middle.weight.data[:, :3] = model.last.weight.data[:, :3] = 0
+    match kind:
+        case "output":
+            model.act.register_forward_hook(lambda layer, args, output: seen.append(output))
+        case "input":
+            model.last.register_forward_pre_hook(lambda layer, args: seen.append(args[0]))
+        case "keyword":
+            model.last.register_forward_hook(
+                lambda layer, args, kwargs, output: seen.append(kwargs["input"]), with_kwargs=True
+            )
     smaller = compact(model, torch.randn(2, 4))
-    assert smaller[0].out_features == 5
+    assert smaller.first.out_features == 5
     seen.clear()
     x = torch.randn(5, 4)
     model(x), smaller(x)

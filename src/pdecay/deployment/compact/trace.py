@@ -306,7 +306,11 @@ class _Recorder(TorchDispatchMode):
         hooks = []
         for name, module in self._model.named_modules():
             if module._forward_hooks:
-                hooks.append(module.register_forward_hook(self._show, prepend=True))
+                show: Any = self._show
+                hooks.append(module.register_forward_hook(show, prepend=True, with_kwargs=True))
+            if any(map(_is_own_hook, module._forward_pre_hooks.values())):
+                show = self._show
+                hooks.append(module.register_forward_pre_hook(show, with_kwargs=True))
             hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
             hooks.append(module.register_forward_hook(self._leave, always_call=True))
         try:
@@ -318,8 +322,8 @@ class _Recorder(TorchDispatchMode):
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._running.append(name)
 
-    def _show(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.shown.append((args, output))
+    def _show(self, module: nn.Module, *seen: Any) -> None:
+        self.shown.append(seen)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._running:
@@ -344,6 +348,12 @@ class _Recorder(TorchDispatchMode):
         self.values.append(value)
         self._value_of[id(tensor)] = value
         return value
+
+
+def _is_own_hook(hook: Any) -> bool:
+    """Return whether a hook may read a layer's input, unlike torch's own, which set its weight."""
+    kinds = type(hook).__mro__
+    return not any(kind.__module__.startswith("torch.nn.utils.") for kind in kinds)
 
 
 def _out_of_place(op: OpOverload) -> OpOverload:
