@@ -13,6 +13,8 @@ import pdecay
 from pdecay import Lp
 from pdecay.deployment.compact import CompactError, compact
 
+from .checks import Model
+
 DECAY = Lp(0.8, 1e-2)
 
 
@@ -193,3 +195,32 @@ def test_optimizer_with_factored_state_raises():
     train(model, optimizer, 1)
     with pytest.raises(CompactError, match=r"keeps '\w+' of shape .* create a new optimizer"):
         compact(model, data()[0], optimizer=optimizer)
+
+
+def test_optimizer_in_an_attribute_trains_the_smaller_model():
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+    torch.manual_seed(0)
+    model = Model(forward, first=nn.Linear(4, 8), last=nn.Linear(8, 2, bias=False))
+    model.optimizers = [torch.optim.Adam(model.parameters())]  # as in networks of agents
+    model.weights = [model.first.weight, model.last.weight]
+
+    def train(one, x):
+        one.optimizers[0].zero_grad()
+        one(x).square().sum().backward()
+        one.optimizers[0].step()
+
+    train(model, torch.randn(5, 4))
+    model.last.weight.data[:, :3] = model.first.weight.data[:3] = 0
+    model.first.bias.data[:3] = -1
+    model.first.weight.data[4] = 0  # constant, but there is no bias to fold it into
+    model.first.bias.data[4] = 1
+    smaller = compact(model, torch.randn(2, 4))
+    assert smaller.weights[0] is smaller.first.weight and len(smaller.weights[0]) == 5
+    for _ in range(3):
+        x = torch.randn(5, 4)
+        train(model, x)
+        train(smaller, x)
+    torch.testing.assert_close(smaller.first.weight, model.first.weight[3:])
+    torch.testing.assert_close(smaller.last.weight, model.last.weight[:, 3:])

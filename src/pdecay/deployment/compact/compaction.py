@@ -20,7 +20,7 @@ from pdecay.deployment.compact.fitting import Fitting
 from pdecay.deployment.compact.optimizer import check_optimizer, copy_optimizer
 from pdecay.deployment.compact.removal import Biases, Removal, choose_removal
 from pdecay.deployment.compact.report import CompactReport, SmallerTensor, kept_units
-from pdecay.deployment.compact.shrink import KeptPositions, kept_positions
+from pdecay.deployment.compact.shrink import KeptPositions, kept_positions, optimizers_in
 from pdecay.deployment.compact.trace import Trace, record
 from pdecay.deployment.model.errors import CompactError
 from pdecay.deployment.model.inputs import Inputs
@@ -93,7 +93,8 @@ def compact(
     """
     inputs = Inputs.of(example_inputs)
     _check_model(model)
-    biases = Biases.ANY if optimizer is None else Biases.EXISTING
+    has_optimizer = optimizer is not None or bool(optimizers_in(model))
+    biases = Biases.EXISTING if has_optimizer else Biases.ANY
     if optimizer is not None:
         check_optimizer(optimizer, model)
     with torch.random.fork_rng(devices=_accelerators(model)), torch.inference_mode(False):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pdecay._optim.attachment import attachment_of
-from pdecay.deployment.compact.shrink import KeptPositions, cut
+from pdecay.deployment.compact.shrink import KeptPositions, cut_state
 from pdecay.deployment.model.errors import CompactError
 
 
@@ -50,10 +50,8 @@ def copy_optimizer(
     for group in optimizer.param_groups:
         for param in group["params"]:
             name = names[id(param)]
-            state = copied.state.get(counterparts[name], {})
-            for key, value in state.items():
-                if name in kept and isinstance(value, Tensor) and value.ndim:
-                    state[key] = cut(value, kept[name])
+            if name in kept:
+                cut_state(copied.state.get(counterparts[name], {}), param.shape, kept[name])
     attached = attachment_of(optimizer)
     if attached is not None:  # the copy has lost its hooks
         attached.copy_to(copied)

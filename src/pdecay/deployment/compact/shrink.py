@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pdecay._core.parameters import has_transposed_weight
 from pdecay.deployment.compact.removal import Removal
 from pdecay.deployment.compact.rules import rule_for
 from pdecay.deployment.compact.trace import Trace
+from pdecay.deployment.model.outputs import objects_in
 
 KeptPositions = dict[str, tuple[Tensor, ...]]  # by tensor name: the kept positions of each axis
 Attributes = dict[tuple[str, str], int]  # by module name and attribute name: the new value
@@ -38,12 +41,13 @@ def shrink(model: nn.Module, removal: Removal, trace: Trace, attributes: Attribu
     """
     smaller = copy.deepcopy(model)
     kept = kept_positions(removal, trace)
-    for name, owners in _owners(smaller).items():
-        if name in kept:
-            module, attribute = owners[0]
-            less = cut(getattr(module, attribute), kept[name])
-            for module, attribute in owners:  # tied tensors stay tied
-                setattr(module, attribute, less)
+    tensors = {**dict(smaller.named_parameters()), **dict(smaller.named_buffers())}
+    for optimizer in optimizers_in(smaller):
+        for name, indices in kept.items():
+            cut_state(optimizer.state.get(tensors[name], {}), tensors[name].shape, indices)
+    for name, indices in kept.items():
+        # In place, since lists of parameters and optimizers in the model hold them as well.
+        tensors[name].data = cut(tensors[name].detach(), indices)
     for weight, shift in removal.bias_shifts.items():
         layer = smaller.get_submodule(weight.rpartition(".")[0])
         axis = 1 if has_transposed_weight(layer) else 0
@@ -57,14 +61,25 @@ def shrink(model: nn.Module, removal: Removal, trace: Trace, attributes: Attribu
 
 
 def cut(tensor: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
-    """Return the kept positions of a tensor. A parameter stays a parameter."""
-    less = tensor.detach()
+    """Return the kept positions of a tensor."""
+    less = tensor
     for axis, indices in enumerate(kept):
         if len(indices) != less.shape[axis]:
             less = less.index_select(axis, indices.to(less.device))
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(less, requires_grad=tensor.requires_grad)
     return less
+
+
+def cut_state(state: dict[str, Any], shape: torch.Size, kept: tuple[Tensor, ...]) -> None:
+    """Cut the tensors of a parameter's shape in the state that an optimizer has for it."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == shape:
+            state[key] = cut(value, kept)
+
+
+def optimizers_in(model: nn.Module) -> list[Optimizer]:
+    """Return the optimizers in the attributes of a model, such as those of an agent's networks."""
+    found = objects_in([vars(module) for module in model.modules()])
+    return list({id(one): one for one in found if isinstance(one, Optimizer)}.values())
 
 
 def _counting_attributes(removal: Removal, trace: Trace, model: nn.Module) -> Attributes:
@@ -81,23 +96,12 @@ def _counting_attributes(removal: Removal, trace: Trace, model: nn.Module) -> At
     return found
 
 
-def _owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return the modules and attributes that hold each parameter and buffer, by first name."""
-    first: dict[int, str] = {}
-    owners: dict[str, list[tuple[nn.Module, str]]] = {}
-    for prefix, module in model.named_modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                full = first.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
-                owners.setdefault(full, []).append((module, name))
-    return owners
-
-
 def _add_to_bias(layer: nn.Module, shift: Tensor) -> None:
     weight, bias = layer.get_parameter("weight"), layer._parameters.get("bias")
-    total = shift if bias is None else bias.double() + shift
-    trained = weight.requires_grad if bias is None else bias.requires_grad
-    layer.bias = nn.Parameter(total.to(weight), requires_grad=trained)
+    if bias is None:
+        layer.bias = nn.Parameter(shift.to(weight), requires_grad=weight.requires_grad)
+    else:
+        bias.data = (bias.double() + shift).to(weight)
 
 
 def update_sizes(module: nn.Module) -> None:
