@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,21 @@ def test_example_that_the_model_changes_in_place(hidden):
     given = example.clone()
     assert compact(model, example).first.out_features == 5
     assert torch.equal(example, given)
+
+
+def test_example_in_an_object_that_the_model_changes():
+    def forward(self, batch):
+        batch.x = batch.x - 1
+        return self.last(self.first(batch.x).relu())
+
+    model = Model(forward, first=nn.Linear(3, 6), last=nn.Linear(6, 2))
+    model.last.weight.data[:, 1] = 0
+    batch = SimpleNamespace(x=torch.randn(4, 3))
+    given = batch.x
+    assert compact(model, (batch,)).first.out_features == 5
+    assert batch.x is given
+    inputs = Inputs.of((batch,))
+    assert [len(one.args[0].x) for one in inputs.other_batches()] == [8, 1]
 
 
 def test_modes_flags_and_hooks_are_kept():

@@ -568,3 +568,18 @@ def test_encoder_that_nests_padded_sequences(clock, in_example, dead_heads):
     deployed = deploy(model, ((x,), masked if in_example else {}), choose="sparse")
     with torch.inference_mode():
         torch.testing.assert_close(deployed(x, **masked), model(x, **masked))
+
+
+def test_model_that_takes_its_input_out_of_a_dict():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, batch):
+            return self.layer(batch.pop("x"))
+
+    model = Model()
+    batch = {"x": torch.randn(2, 8)}
+    deployed = deploy(model, (batch,), seconds=0)
+    torch.testing.assert_close(deployed(dict(batch)), model(dict(batch)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pdecay.deployment.model.outputs import tensors_of
 from pdecay.deployment.model.state import not_plain
 
 
@@ -70,9 +72,8 @@ class Inputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors in the arguments, also in nested containers."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        """All tensors in the arguments, also in nested containers and in attributes of objects."""
+        return [one for leaf in tree_leaves((self.args, self.kwargs)) for one in tensors_of(leaf)]
 
     @property
     def has_batch(self) -> bool:
@@ -82,8 +83,14 @@ class Inputs:
 
     def call(self, model: nn.Module, *, copy: bool = True) -> Any:
         """Call the model, by default with copies: a model may change its arguments in place."""
-        given = self.copy() if copy else self
-        return model(*given.args, **given.kwargs)
+        args, kwargs = self.args, self.kwargs
+        if copy:
+            given = self.copy()
+            args, kwargs = given.args, given.kwargs
+        elif any(not isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+            # New containers nevertheless: a model may take values out of a dict.
+            args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+        return model(*args, **kwargs)
 
     def copy(self) -> Self:
         """Return these inputs with copies of all tensors."""
@@ -173,10 +180,7 @@ class Inputs:
     def _map(self, change: Any) -> Self:
         # A tensor that is given twice stays one tensor: code may ask whether a key is the query.
         changed = {id(tensor): change(tensor) for tensor in self.tensors}
-        args, kwargs = tree_map(
-            lambda leaf: changed[id(leaf)] if isinstance(leaf, Tensor) else leaf,
-            (self.args, self.kwargs),
-        )
+        args, kwargs = tree_map(partial(_with_tensors, changed=changed), (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
 
 
@@ -193,6 +197,18 @@ def kept_example(model: object) -> Inputs | None:
     example = getattr(model, _KEPT, None)
     # A subclass may run the model several times, which is no program of the model.
     return example if type(example) is Inputs else None
+
+
+def _with_tensors(leaf: Any, changed: dict[int, Tensor]) -> Any:
+    """Return a changed tensor, or a copy of an object with changed tensors; all else as it is."""
+    if isinstance(leaf, Tensor):
+        return changed[id(leaf)]
+    if not any(True for _ in tensors_of(leaf)):
+        return leaf
+    try:
+        return copy.deepcopy(leaf, dict(changed))
+    except Exception:  # it cannot be copied, such as an open file
+        return leaf
 
 
 def _resize(tensor: Tensor, length: int, size: int) -> Tensor:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.state import shared_copy
+
+if TYPE_CHECKING:
+    from pdecay.deployment.model.inputs import Inputs
 
 TOLERANCE = 1e-5  # relative to the largest element of an output
 
