@@ -165,6 +165,24 @@ def test_layer_is_not_moved_past_in_place_change():
         torch.testing.assert_close(model(x.clone()), wanted)
 
 
+class OperatorBetween(Block):
+    def forward(self, x):
+        short = self.short(x)
+        x *= 2
+        return self.second(x) + short
+
+
+def test_operators_work_in_place_in_a_fused_forward():
+    model = OperatorBetween()
+    x = torch.randn(2, 4, 9, 9)
+    with torch.inference_mode():
+        wanted, given = model(x.clone()), x.clone()
+        assert fuse(model, counts(model)) == ["the sum after second"]
+        torch.testing.assert_close(model(given), wanted)
+        torch.testing.assert_close(given, 2 * x)
+        torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x.clone()), wanted)
+
+
 class Branches(Block):
     def forward(self, x):
         return functional.relu(self.first(x)) if x.mean() > 0 else x
@@ -184,6 +202,12 @@ class UsedTwice(Block):
 class ChangesTheOther(Block):
     def forward(self, x):
         return x.add_(self.first(x))
+
+
+class ChangesTheOtherByOperator(Block):
+    def forward(self, x):
+        x += self.first(x)
+        return x
 
 
 class Scaled(Block):
@@ -297,7 +321,7 @@ class ByName(Block):
     [
         *(Branches, Optional, UsedTwice, ChangesTheOther, Scaled, OwnTensor, Hooked, Reused),
         *(Remembers, RemembersElsewhere, Counts, MayBeNone, OptionalKey, OptionalPart),
-        *(ChecksType, Replaced, ByName),
+        *(ChecksType, Replaced, ByName, ChangesTheOtherByOperator),
     ],
 )
 def test_unsafe_forwards_are_not_fused(kind):

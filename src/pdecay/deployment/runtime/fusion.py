@@ -25,7 +25,14 @@ from pdecay.deployment.model.state import shared_copy
 from pdecay.deployment.runtime.usage import has_hooks
 
 _RELUS = {functional.relu, functional.relu_, torch.relu, torch.relu_, "relu", "relu_"}
-_SUMS = {operator.add, torch.add, "add"}  # fx records += as +
+_SUMS = {operator.add, torch.add, "add"}
+_IN_PLACE_SUMS = {operator.iadd, "add_"}
+# The operators +=, -=, *= and so on, by the name of their method.
+_IN_PLACE = {
+    f"__{name}__": getattr(operator, name)
+    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")
+    + ("iand", "ior", "ixor", "ilshift", "irshift")
+}
 
 
 def fuse(model: nn.Module, counts: Mapping[nn.Module, int]) -> list[str]:
@@ -54,7 +61,27 @@ def fuse(model: nn.Module, counts: Mapping[nn.Module, int]) -> list[str]:
     return fused
 
 
+class _Proxy(fx.Proxy):
+    """A proxy that records ``+=`` as ``operator.iadd``; ``fx.Proxy`` records it as ``+``.
+
+    The tensor that it changes may be read later, also by the caller.
+    """
+
+
+def _recorded(function: Any) -> Any:
+    return lambda self, other: self.tracer.create_proxy(
+        "call_function", function, (self, other), {}
+    )
+
+
+for _name, _function in _IN_PLACE.items():
+    setattr(_Proxy, _name, _recorded(_function))
+
+
 class _Tracer(fx.Tracer):
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
@@ -171,7 +198,7 @@ def _other_summand(user: fx.Node | None, node: fx.Node) -> fx.Node | None:
     first, second = user.args
     if not isinstance(first, fx.Node) or not isinstance(second, fx.Node) or first is second:
         return None
-    if first is node and user.target in (*_SUMS, "add_"):
+    if first is node and user.target in _SUMS | _IN_PLACE_SUMS:
         return second
     # An in-place sum would change the other summand, which may be read later.
     return first if second is node and user.target in _SUMS else None
@@ -191,6 +218,7 @@ def _may_write(node: fx.Node, module: nn.Module) -> bool:
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
     return (
         (name.endswith("_") and not name.endswith("__"))
+        or node.target in _IN_PLACE.values()
         or name == "setitem"
         or "out" in node.kwargs
         or any(value is True for value in (*node.args, node.kwargs.get("inplace")))
