@@ -539,3 +539,13 @@ def test_expert_without_tokens_on_the_example():
     smaller = compacted(model, torch.randn(1, 5), also=[(torch.randn(50, 5),)])
     widths = sorted(expert[0].out_features for expert in smaller.experts)
     assert widths == [5, 5, 8, 8]  # the example says nothing about two of them
+
+
+def test_axis_of_a_number():
+    def forward(self, x):
+        return self.last(self.first(x).relu()) * self.scale.sum(0) * self.scale.softmax(-1)
+
+    model = Model(forward, first=nn.Linear(3, 8), last=nn.Linear(8, 2))
+    model.scale = nn.Parameter(torch.tensor(2.0))
+    model.last.weight.data[:, :3] = 0
+    assert compacted(model, torch.randn(5, 3)).first.out_features == 5

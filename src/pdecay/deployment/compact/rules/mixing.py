@@ -88,7 +88,7 @@ class Along(Mixing):
     def axes(self, call: Call) -> set[int]:
         dims = _argument(call, "dim")
         rank = call.ins[0].tensor.ndim
-        if dims is None or dims == []:
+        if dims is None or dims == [] or not rank:
             return set(range(rank))
         return {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
 
