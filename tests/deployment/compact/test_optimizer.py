@@ -217,7 +217,8 @@ def test_optimizer_in_an_attribute_trains_the_smaller_model():
     model.first.weight.data[4] = 0  # constant, but there is no bias to fold it into
     model.first.bias.data[4] = 1
     smaller = compact(model, torch.randn(2, 4))
-    assert smaller.weights[0] is smaller.first.weight and len(smaller.weights[0]) == 5
+    assert smaller.weights[0] is smaller.first.weight
+    assert len(smaller.weights[0]) == 5
     for _ in range(3):
         x = torch.randn(5, 4)
         train(model, x)
