@@ -30,8 +30,10 @@ _IN_PLACE_SUMS = {operator.iadd, "add_"}
 # The operators +=, -=, *= and so on, by the name of their method.
 _IN_PLACE = {
     f"__{name}__": getattr(operator, name)
-    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")
-    + ("iand", "ior", "ixor", "ilshift", "irshift")
+    for name in (
+        *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+        *("iand", "ior", "ixor", "ilshift", "irshift"),
+    )
 }
 
 
