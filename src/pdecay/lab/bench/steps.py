@@ -2,7 +2,9 @@
 
 Absolute times on a shared machine vary from minute to minute. All methods therefore step on the
 same tensors in turn for many rounds, in a new random order each. A method's ratio is the median,
-over the rounds, of its time relative to that of torch's fused optimizer in the same round.
+over the rounds, of its time relative to that of torch's fused optimizer in the same round. Ratios
+of large models also vary by about 2 % with the place of the tensors in memory, so that they are
+allocated several times.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import functools
 import gc
 import itertools
 import json
+import math
 import operator
 import os
 import random
@@ -46,6 +49,7 @@ NORMS: dict[str, Penalty] = {
     ELASTIC: Lp(0.8, LAM) + Lp(2, LAM),
 }
 ONE_NORM = {"0.8": NORMS["0.8"]}
+PLACES = 3  # in memory
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "MLP": functools.partial(MLP, 64, [256, 128], 10),
     "char-GPT": functools.partial(GPT, 65, 64, 4, 4, 128),
@@ -57,6 +61,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "PDECAY_CFLAGS": "-march=haswell"}
 
 Make = Callable[[list[nn.Parameter], Penalty], Optimizer]
+Cell = tuple[str, str]  # the names of a method and a penalty
 Report = Callable[[str], None]
 
 
@@ -145,7 +150,7 @@ def steps(
     """Measure each method and penalty on tensors with the shapes of a model."""
     with torch.device("meta"):
         shapes = [tuple(param.shape) for param in MODELS[model]().parameters()]
-    yield from _measure(model, _weights(shapes), methods, rounds, say)
+    yield from _measure(model, shapes, methods, rounds, say)
 
 
 def steps_with_avx2(model: str, rounds: int) -> list[Cost]:
@@ -170,8 +175,8 @@ def growth(
     }
     for size in sizes:
         side = 2048 if size >= 2048**2 else int(size**0.5)
-        weights = _weights([(side, side)] * max(1, round(size / side**2)))
-        for cost in _measure("matrices", weights, methods, rounds, say):
+        shapes = [(side, side)] * max(1, round(size / side**2))
+        for cost in _measure("matrices", shapes, methods, rounds, say):
             yield size, cost
 
 
@@ -305,28 +310,22 @@ def _filled(shape: tuple[int, ...], numbers: torch.Tensor) -> torch.Tensor:
 
 def _measure(
     model: str,
-    weights: list[nn.Parameter],
+    shapes: Sequence[tuple[int, ...]],
     methods: Mapping[str, Method],
     rounds: int,
     say: Report,
 ) -> Iterator[Cost]:
-    count = sum(weight.numel() for weight in weights)
+    count = sum(map(math.prod, shapes))
     cells = [(name, norm) for name, method in methods.items() for norm in method.norms]
-    steppers: dict[tuple[str, str], Callable[[], None]] = {}
-    shared = None
-    for name, norm in cells:
-        method = methods[name]
-        optimizer = method.make(weights, method.norms[norm])
-        if shared is None:
-            optimizer.step()
-            shared = optimizer.state
-        optimizer.state = shared  # all share one set of moments
-        steppers[name, norm] = functools.partial(_step, optimizer, method.path)
-    extra = {cell: _extra_memory(step) / count for cell, step in steppers.items()}
-    times: dict[tuple[str, str], list[float]] = {cell: [] for cell in cells}
+    times: dict[Cell, list[float]] = {cell: [] for cell in cells}
+    extra: dict[Cell, float] = {}
     order = random.Random(0)
     for k in range(rounds):
         say(f"{model}, {count / 1e6:,.2f} M weights: round {k + 1} of {rounds}")
+        if k % -(-rounds // PLACES) == 0:
+            steppers = _steppers(_weights(shapes), methods)
+            for cell, step in steppers.items():
+                extra[cell] = _extra_memory(step) / count
         for cell in order.sample(cells, len(cells)):
             began = time.perf_counter()
             steppers[cell]()
@@ -337,6 +336,23 @@ def _measure(
         ratio = statistics.median(map(operator.truediv, taken, base))
         milliseconds = 1e3 * statistics.median(taken)
         yield Cost(model, count, name, norm, milliseconds, ratio, extra[name, norm])
+
+
+def _steppers(
+    weights: list[nn.Parameter], methods: Mapping[str, Method]
+) -> dict[Cell, Callable[[], None]]:
+    """Return a function for each method and penalty that runs one step on the same weights."""
+    steppers: dict[Cell, Callable[[], None]] = {}
+    shared = None
+    for name, method in methods.items():
+        for norm, penalty in method.norms.items():
+            optimizer = method.make(weights, penalty)
+            if shared is None:
+                optimizer.step()
+                shared = optimizer.state
+            optimizer.state = shared  # all share one set of moments
+            steppers[name, norm] = functools.partial(_step, optimizer, method.path)
+    return steppers
 
 
 def _step(optimizer: Optimizer, path: KernelName | None) -> None:

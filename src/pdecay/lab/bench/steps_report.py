@@ -21,7 +21,7 @@ from pdecay.lab.drawing import BLUE, FONTS, INK, VERMILION, save
 from pdecay.lab.tables import Row, say, table_of
 
 SIZES = (1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000, 300_000_000)
-_ROUNDS = {"MLP": 1001, "char-GPT": 201, "ResNet": 101, "nanoGPT": 101, "GPT-2": 81}
+_ROUNDS = {"MLP": 1001, "char-GPT": 201, "ResNet": 101, "nanoGPT": 99, "GPT-2": 60}
 _TARGETS = {"char-GPT": ((32, 64), 60), "GPT-2": ((1, 128), 6)}  # batch, iterations
 _BARS = {"PAdam fused": BLUE, "PSGD fused": VERMILION}
 _COLUMNS = 3  # panels of the figure beside each other
