@@ -53,13 +53,13 @@ from pdecay._sparsity.metric import (
     create_squares,
     factors_of_young,
     update_squares,
-    with_gradients,
 )
-from pdecay._sparsity.pools import PerLayer, Pool, check_per_layer, make_pools, steered
+from pdecay._sparsity.pools import PerLayer, check_per_layer, steered
 from pdecay._sparsity.probing import Probes
 from pdecay._sparsity.pull import scale_at, taus_of
 from pdecay._sparsity.ranking import count_zeros
 from pdecay._sparsity.scaled_updates import ScaledUpdates
+from pdecay._sparsity.steering import Steering, groups_of
 from pdecay._sparsity.target_state import (
     check_not_released,
     complete_state,
@@ -151,7 +151,7 @@ class SparsityTarget:
         check_per_layer(per_layer, self._groups())
         self._probes = Probes()
         self._watch = ZeroWatch()
-        self._started: set[Tensor] = set()  # weights that have had a gradient
+        self._steering = Steering(self.target, per_layer)
         self._warned = self._warned_of_non_finite = self._ended = False
         if (
             self.pull
@@ -162,7 +162,7 @@ class SparsityTarget:
                 "per_layer or floor with a pull gives each parameter its own decay_scale, which "
                 "ZeroRedundancyOptimizer cannot pass on; use pull=0"
             )
-        pools = self._pools()
+        pools = self._steering.pools(self.optimizers)
         if not pools:
             raise ValueError(
                 "SparsityTarget: the optimizer has no decayed weights that require a gradient"
@@ -187,7 +187,7 @@ class SparsityTarget:
     @property
     def sparsity(self) -> float:
         """The share of the decayed weights that are exactly zero now."""
-        pools = self._pools()
+        pools = self._steering.pools(self.optimizers)
         size = sum(pool.size for pool in pools)
         return sum(count_zeros(pool.params) for pool in pools) / size if size else 0.0
 
@@ -251,41 +251,13 @@ class SparsityTarget:
             group.update(state)
 
     def _groups(self) -> Iterator[Group]:
-        for optimizer in self.optimizers:
-            yield from optimizer.param_groups
-
-    def _pools(self) -> list[Pool]:
-        return make_pools(self._groups(), self.target, self.per_layer, self._trained())
-
-    def _trained(self) -> dict[Tensor, bool]:
-        """Tell whether parameters required a gradient at the last step of their own optimizer.
-
-        While one optimizer of a GAN steps, those of the other often require none.
-        """
-        trained: dict[Tensor, bool] = {}
-        if len(self._hooks) > 1:  # some may not have stepped since a checkpoint was loaded
-            for group in self._groups():
-                joined = zip(group["params"], group.get("target_initial", []), strict=False)
-                trained |= {param: True for param, initial in joined if initial >= 0}
-        for hooks in self._hooks:
-            trained |= hooks.trained
-        return trained
-
-    def _steered(self) -> dict[Tensor, Optimizer]:
-        """Return the steered parameters, with their optimizers."""
-        trained = self._trained()
-        return {
-            param: one
-            for one in self.optimizers
-            for group in one.param_groups
-            for _, param in steered(group, trained)
-        }
+        return groups_of(self.optimizers)
 
     def complete_checkpoint(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of an optimizer's checkpoint that has a state of this target."""
         self._probes.clear()
         self._watch.clear()
-        self._started.clear()
+        self._steering.clear()
         self._updates.clear()
         groups = [dict(group) for group in state_dict["param_groups"]]
         complete_state(groups, self.target, self._end)
@@ -300,6 +272,7 @@ class SparsityTarget:
                 "the decay, which keeps the zeros of this SparsityTarget, was detached from the "
                 "optimizer; call detach() of the target as well, or attach the decay again"
             )
+        self._steering.begin_step(optimizer, self.optimizers)
         complete_groups(optimizer)
         complete_state(list(self._groups()), self.target, self._end)
         if self.last_step >= self._begin:  # a schedule may have changed p, a user the rate
@@ -345,7 +318,7 @@ class SparsityTarget:
             self._check_end()
         if not self._begin <= step <= self._end:
             return
-        count_initial_zeros(self._groups(), self._trained())
+        count_initial_zeros(self._groups(), self._steering.trained(self.optimizers))
         finite = self._measure_update()
         if step == self._end:
             self._ended = True
@@ -360,7 +333,7 @@ class SparsityTarget:
             else:
                 self._hold_zeros()
         if step == self._end or self._is_stage(step):
-            self._watch.count(self._steered())
+            self._watch.count(self._steering.owners(self.optimizers))
 
     def _hold_zeros(self) -> None:
         """Keep the zeros, without decay of other weights."""
@@ -418,7 +391,7 @@ class SparsityTarget:
         if self._warned_of_non_finite:
             return
         self._warned_of_non_finite = True
-        half = any(param.dtype == torch.float16 for pool in self._pools() for param in pool.params)
+        half = any(param.dtype == torch.float16 for param in self._steering.owners(self.optimizers))
         cause = (
             f"{FLOAT16_CAUSE}: {FLOAT16_REMEDY}"
             if half
@@ -432,26 +405,15 @@ class SparsityTarget:
     # Ranking
 
     def _zero_smallest(self, progress: float) -> None:
-        owners = self._steered()
+        owners = self._steering.owners(self.optimizers)
         factors = factors_of_young(owners) if self.rank == "adaptive" else {}
-        for pool in self._ranked_pools(progress):
+        for pool in self._steering.ranked_pools(self.optimizers, self.rank, progress):
             pool.zero_lowest(progress, self.floor, self.rank, owners, factors)
-
-    def _ranked_pools(self, progress: float) -> list[Pool]:
-        """Return the pools without tensors that wait for their first gradient; see ``metric.py``.
-
-        At the end of the ramp, no tensor waits: the target is met in any case.
-        """
-        if self.rank != "adaptive" or progress >= 1:
-            return self._pools()
-        owners = self._steered()
-        self._started = with_gradients(owners, self._started)
-        ranked = {param: param in self._started for param in owners}
-        return make_pools(self._groups(), self.target, self.per_layer, self._trained() | ranked)
 
     def _set_scales(self, progress: float) -> None:
         """Set the scale at which a weight at its pool's tau shrinks at the given speed."""
-        taus = taus_of(self._ranked_pools(progress), progress, self.floor)
+        pools = self._steering.ranked_pools(self.optimizers, self.rank, progress)
+        taus = taus_of(pools, progress, self.floor)
         for optimizer in self.optimizers:
             for group in zero_keeping_groups(optimizer, "SparsityTarget"):
                 scales = [
@@ -473,11 +435,8 @@ class _Hooks(StepHooks):
     def __init__(self, optimizer: Optimizer, target: SparsityTarget) -> None:
         super().__init__(optimizer)
         self.target = target
-        self.trained: dict[Tensor, bool] = {}  # requires_grad of each parameter at the last step
 
     def before_step(self, *, has_closure: bool) -> None:
-        params = (param for group in self.optimizer.param_groups for param in group["params"])
-        self.trained = {param: param.requires_grad for param in params}
         self.target.before_step(self.optimizer)
 
     def after_step(self) -> None:
