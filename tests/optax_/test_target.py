@@ -172,6 +172,24 @@ def test_adaptive_ranking_ignores_infinite_gradients():
     assert jnp.isfinite(state[1].inner_state.squares["kernel"]).all()
 
 
+def test_tensors_are_not_removed_before_their_first_gradient():
+    """A head whose loss is added during the ramp would be all zero."""
+    params = {"body": jnp.ones((8, 8)), "head": jnp.full((8, 8), 0.1)}
+    tx = with_sparsity_target(optax.sgd(1e-3), 0.5, 20, start=0, end=0.5)
+    state, rng = tx.init(params), np.random.default_rng(0)
+    for t in range(20):
+        gradients = {name: jnp.array(rng.standard_normal((8, 8))) for name in params}
+        gradients["head"] *= t >= 5
+        updates, state = tx.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        zeros = {name: int(jnp.sum(w == 0)) for name, w in params.items()}
+        if t < 5:
+            share = 0.5 * cubic_ramp(t + 1, 0, 10)
+            assert zeros == {"body": round(64 * share), "head": 0}
+    assert sum(zeros.values()) == 64
+    assert zeros["head"] < 64
+
+
 def with_ranking(tx, ranking, *args, **settings):
     if ranking == "adaptive":
         return with_sparsity_target(tx, *args, **settings)

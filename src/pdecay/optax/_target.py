@@ -172,7 +172,11 @@ def _pruning(
             size = sum(w.size for w in weights)
             counts = [round(share * size) for share in shares]
             rests = [share * size - count for share, count in zip(shares, counts, strict=True)]
-            spared = sum(w.size * ~part for w, part in zip(weights, takes_part, strict=True))
+            ranked = takes_part
+            if is_adaptive:
+                v = jax.tree.leaves(squares)
+                ranked = _with_gradients(takes_part, v, is_last=stage == len(steps) - 1)
+            spared = sum(w.size * ~part for w, part in zip(weights, ranked, strict=True))
             # The whole numbers are exact; the small rest makes it one rounding, not two.
             fewer = jnp.round(jnp.array(shares)[stage] * spared - jnp.array(rests)[stage])
             asked = jnp.array(counts, jnp.int32)[stage] - fewer.astype(jnp.int32)
@@ -183,9 +187,8 @@ def _pruning(
             ]
             scores = [jnp.abs(new) for new in moved]
             if is_adaptive:
-                v = jax.tree.leaves(squares)
                 scores = [_length(x, square) for x, square in zip(scores, v, strict=True)]
-            return _smallest(scores, zeros, takes_part, asked)
+            return _smallest(scores, zeros, ranked, asked)
 
         def keep() -> list[jax.Array]:
             return [jnp.zeros(w.shape, bool) for w in weights]
@@ -205,6 +208,19 @@ def _mean_square(mean: jax.Array, gradient: jax.Array) -> jax.Array:
     square = jnp.square(jnp.abs(gradient).astype(jnp.float32))
     # one infinite gradient would make the mean infinite for good
     return jnp.where(jnp.isfinite(square).all(), _BETA * mean + (1 - _BETA) * square, mean)
+
+
+def _with_gradients(
+    takes_part: list[jax.Array], squares: list[jax.Array], *, is_last: jax.Array
+) -> list[jax.Array]:
+    """Return for each tensor whether it is ranked: not before its first gradient.
+
+    Its weights would come first, and a head whose loss is added later would be removed before its
+    training starts. At the last stage, all tensors are ranked: the target is met in any case.
+    """
+    had = [part & jnp.any(square > 0) for part, square in zip(takes_part, squares, strict=True)]
+    every = is_last | ~jnp.any(jnp.array(had))
+    return [part & (every | one) for part, one in zip(takes_part, had, strict=True)]
 
 
 def _length(magnitude: jax.Array, square: jax.Array) -> jax.Array:
