@@ -239,6 +239,14 @@ def test_second_target_warns_if_it_asks_for_more_zeros_too_late(digits):
         fit(model, digits, 1, callbacks=[pk.SparsityTarget(0.5)])  # it only continues
 
 
+@pytest.mark.parametrize("total_steps", [None, 4 * STEPS_PER_EPOCH])
+def test_target_warns_if_it_starts_in_the_middle_of_its_ramp(digits, total_steps):
+    model = compiled(pk.PAdam(1e-2))
+    fit(model, digits, 2)
+    with pytest.warns(UserWarning, match=r"starts in the middle of its ramp.* 24 steps"):
+        fit(model, digits, 4, callbacks=[pk.SparsityTarget(0.9, total_steps)])
+
+
 class Restore(keras.callbacks.Callback):
     """Restore the first weights when the training ends, as `EarlyStopping` may do."""
 

@@ -103,6 +103,7 @@ class SparsityTarget(SparsityLogger):
         self.target, self.total_steps, self.start, self.end = target, total_steps, start, end
         self._begin = self._end = self._every = 0
         self._first = self._step = 0  # of this call of `fit`, and now
+        self._is_new = False  # whether this call of `fit` has not begun an epoch
         self._before: Probes | None = None  # weights before the step
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -110,7 +111,7 @@ class SparsityTarget(SparsityLogger):
         optimizer = self._optimizer()
         total = self.total_steps or self._steps_of_fit(optimizer)
         self._begin, self._end, self._every = ramp_steps(self.start, self.end, total)
-        self._before = None
+        self._before, self._is_new = None, True
         self._first = self._step = _steps(optimizer)
         if self._step == 0 or self._step < self._begin:
             optimizer.decay_scale.assign(0.0)
@@ -126,7 +127,11 @@ class SparsityTarget(SparsityLogger):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Read the step again: ``BackupAndRestore`` may have restored it when training began."""
-        self._step = _steps(self._optimizer())
+        optimizer = self._optimizer()
+        self._step = _steps(optimizer)
+        if self._is_new and self._step < self._end:
+            self._check_start(_magnitudes(optimizer))
+        self._is_new = False
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember some weights, to measure how far the step moves them."""
@@ -148,10 +153,7 @@ class SparsityTarget(SparsityLogger):
             _zero_smallest(optimizer, self.target)
             optimizer.decay_scale.assign(HOLD)
         elif self._is_due(last, step):
-            lag = _LAG * (self._end - self._begin)
-            _zero_smallest(
-                optimizer, self.target * cubic_ramp(int(step - lag), self._begin, self._end)
-            )
+            _zero_smallest(optimizer, self._share_of_zeros(step))
             self._set_scale(optimizer, before, step - last)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -169,6 +171,20 @@ class SparsityTarget(SparsityLogger):
             self._check_target()
 
         history.on_train_end = check_once
+
+    def _check_start(self, magnitudes: np.ndarray[Any, Any]) -> None:
+        """Warn if the ramp has begun without this callback: many weights become zero at once."""
+        # a training that continues may wait for the next stage, or for the end of an execution
+        seen = self._step - self._every - self.model.steps_per_execution
+        if _missing_zeros(magnitudes, self._share_of_zeros(seen)) > 0:
+            due = self._share_of_zeros(self._step)
+            warnings.warn(
+                f"SparsityTarget({self.target}) starts in the middle of its ramp and makes "
+                f"{due:.1%} of the weights zero at once: the optimizer has made {self._step} "
+                f"steps, and the ramp goes from step {self._begin} to {self._end}; compile the "
+                "model again or raise total_steps",
+                stacklevel=2,
+            )
 
     def _check_target(self) -> None:
         """Warn if the training has ended with too few zeros."""
@@ -203,6 +219,11 @@ class SparsityTarget(SparsityLogger):
                 "steps_per_epoch to fit"
             )
         return max(1, int(epochs) * int(batches) // (optimizer.gradient_accumulation_steps or 1))
+
+    def _share_of_zeros(self, step: int) -> float:
+        """Return the share of the weights that are zero during the ramp; it follows with a lag."""
+        lag = _LAG * (self._end - self._begin)
+        return self.target * cubic_ramp(int(step - lag), self._begin, self._end)
 
     def _is_due(self, last: int, step: int) -> bool:
         """Return whether a stage of the ramp begins after the step `last`, up to `step`."""
