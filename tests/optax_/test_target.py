@@ -218,6 +218,14 @@ def test_zeros_come_before_scores_that_are_rounded_to_zero():
     assert ((w + updates == 0) == (w == 0)).all()
 
 
+@pytest.mark.parametrize("ranking", ["magnitude", "adaptive"])
+def test_target_is_exact_inside_sam(ranking):
+    # sam chooses between two states by arithmetic, after which bools are integers
+    tx = with_ranking(optax.sgd(0.1), ranking, 0.7, 20)
+    *_, params = history(optax.contrib.sam(tx, optax.sgd(0.01)), 40)
+    assert count(params) == 420
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranking", ["magnitude", "adaptive"])
 @pytest.mark.parametrize(

@@ -159,7 +159,8 @@ def _pruning(
         step = optax.safe_increment(state.count)
         stage = jnp.minimum(jnp.searchsorted(jnp.array(steps), step), len(steps) - 1)
         weights, structure = jax.tree.flatten(params)
-        takes_part = jax.tree.leaves(state.takes_part)
+        # wrappers that choose between states by arithmetic turn bool into int, and ~1 is not False
+        takes_part = [part != 0 for part in jax.tree.leaves(state.takes_part)]
         moves = [
             u.astype(jnp.promote_types(u.dtype, w.dtype))
             for u, w in zip(jax.tree.leaves(updates), weights, strict=True)
