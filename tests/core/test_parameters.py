@@ -464,3 +464,26 @@ class TestWarning:
     def test_warns_for_zero_vector_in_group_with_own_decay(self):
         with pytest.warns(UserWarning, match=r"parameter 0 of group 0 \(3\)"):
             PAdam([{"params": [nn.Parameter(torch.zeros(3))], "decay": Lp(1, 1)}], foreach=False)
+
+
+REMOVED = r"do not stay zero: 2\.weight"
+
+
+def test_tensor_removed_by_earlier_training_is_named():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[0].weight[:4] = 0
+        model[2].weight.zero_()
+    with pytest.warns(UserWarning, match=REMOVED):
+        param_groups(model)
+    model[2].weight.requires_grad_(False)
+    param_groups(model)  # warnings are errors
+
+
+def test_tensor_that_starts_at_zero_is_not_named_as_removed():
+    model = nn.Sequential(nn.Embedding(100, 8, padding_idx=0), nn.Linear(8, 8), nn.Linear(8, 8))
+    nn.init.zeros_(model[2].weight)
+    assert split(model)[0] == ["0.weight", "1.weight"]
+    with torch.no_grad():
+        model[0].weight[:50] = 0
+    assert "2.weight" in split(model, exclude="2.*")[1]

@@ -40,6 +40,9 @@ _NORM_NAMES = re.compile(
 # itself would keep torch.utils.swap_tensors from converting a model.
 _warned: set[tuple[StorageWeakRef, int, torch.Size]] = set()
 
+# A model with this share of zeros was sparse before. Rows of padding have a smaller one.
+_SPARSE = 0.1
+
 
 def param_groups(
     model: nn.Module,
@@ -55,6 +58,9 @@ def param_groups(
     `exclude` pattern. A match of `include` overrides all of these rules. Parameters that require no
     gradient are in neither group. A tied weight is listed once; the patterns are compared with all
     of its names.
+
+    A tensor that an earlier training removed is all zero as well, and would not stay zero. If other
+    weights are zero, too, all-zero tensors are named in a warning.
 
     Args:
         model: the model.
@@ -76,6 +82,7 @@ def param_groups(
     decayed: list[Tensor] = []
     not_decayed: list[Tensor] = []
     frozen: list[tuple[str, Tensor]] = []
+    left_out: list[str] = []
     for param, owners in owners_of(model):
         if not param.requires_grad:
             continue
@@ -84,16 +91,26 @@ def param_groups(
             if is_zero(param) and (penalty is None or penalty.absorbs):
                 frozen.append((names[0], param))
             decayed.append(param)
-        elif decays_by_default(param, owners) and not (_matches(names, excluded) or is_zero(param)):
-            decayed.append(param)
-        else:
+        elif not decays_by_default(param, owners) or _matches(names, excluded):
             not_decayed.append(param)
+        elif is_zero(param):
+            left_out.append(names[0])
+            not_decayed.append(param)
+        else:
+            decayed.append(param)
     if not decayed and not not_decayed:
         raise ValueError(
             f"there is nothing to optimize: {type(model).__name__} has no parameter that "
             "requires a gradient"
         )
     _warn(frozen)
+    if left_out and _share_of_zeros([w for w in decayed if not is_zero(w)]) >= _SPARSE:
+        warn_user(
+            f"param_groups: these tensors are all zero and do not decay, so they do not stay zero: "
+            f"{', '.join(left_out)}. Other weights of the model are zero, too. If an earlier "
+            "training removed these tensors, call requires_grad_(False) on them, or name them with "
+            "include="
+        )
     split = _split_of(model, decayed)
     # A 1-d tensor is in the first group only if it matches `include`.
     first: dict[str, Any] = {"params": decayed, "decay_1d": True, "decay_split": split}
@@ -153,6 +170,18 @@ def is_zero(param: Tensor) -> bool:
     if hasattr(any_nonzero, "full_tensor"):  # a DTensor: reduce over all ranks
         any_nonzero = any_nonzero.full_tensor()
     return not any_nonzero.item()
+
+
+@torch.no_grad()
+def _share_of_zeros(params: list[Tensor]) -> float:
+    """Return the share of zeros in some tensors, over all ranks; 0 if under tracing."""
+    known = [param for param in params if not (is_lazy(param) or param.is_meta)]
+    size = sum(param.numel() for param in known)
+    if not size or is_tracing():
+        return 0.0
+    counts = [param.count_nonzero() for param in known]
+    whole = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in counts]
+    return 1 - sum(map(int, whole)) / size
 
 
 def frozen_in(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
