@@ -435,6 +435,22 @@ def check_zero(folder):
     assert_equal(resumed, model)
 
 
+def check_zero_with_late_weights(folder):
+    """Weights that ZeRO trains from the middle of the ramp on are ranked as on one process."""
+    alone, model = build(), ddp_4(build())
+    options = {"lr": 1e-2, "decay": DECAY}
+    optimizer = PAdam(alone[0].parameters(), **options)
+    together = ZeroRedundancyOptimizer(model.module[0].parameters(), PAdam, **options)
+    for one, layers, own in ((alone, alone, optimizer), (model, model.module, together)):
+        target = SparsityTarget(own, 0.75, 40)
+        train(one, own, 10)
+        one.zero_grad()  # the optimizer does so for its own weights only
+        own.add_param_group({"params": list(layers[2].parameters()), "decay": DECAY})
+        train(one, own, 40, start=10)
+        assert target.sparsity == 0.75
+    assert_equal(model, alone, 1e-6)
+
+
 def check_fsdp1(folder):
     """FSDP1 is refused, with the reason."""
     for original in (True, False):

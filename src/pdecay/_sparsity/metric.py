@@ -108,7 +108,7 @@ def factors_of_young(owners: Mapping[Tensor, Optimizer]) -> dict[Tensor, float]:
         owners: the weights, with their optimizers.
     """
     factors: dict[Tensor, float] = {}
-    for optimizer in {*owners.values()}:
+    for optimizer in dict.fromkeys(owners.values()):  # in the same order on all ranks
         shares = {
             param: share
             for group in optimizer.param_groups
@@ -162,22 +162,28 @@ def _had_gradient(param: Tensor, optimizer: Optimizer) -> bool:
     local = local_optimizer(optimizer)
     squares = _squares(param, local)
     had = bool(local.state.get(param)) and (squares is None or not is_zero(squares))
-    if local is not optimizer:  # the state of a parameter is on one rank
-        ranks = torch.tensor([int(had)], device=param.device)
-        torch.distributed.all_reduce(ranks, group=optimizer.process_group)  # type: ignore[attr-defined]
-        had = bool(ranks.item())
-    return had
+    return bool(_on_all_ranks(float(had), param, optimizer))
 
 
 def _share_of_v(param: Tensor, group: Group, optimizer: Optimizer) -> float:
     """Return ``1 - beta2^step`` for weights of torch's Adam and its relatives; 0 for others."""
-    state = optimizer.state.get(param, {})
-    if not isinstance(optimizer, Adam | AdamW | NAdam | RAdam) or "exp_avg_sq" not in state:
+    local = local_optimizer(optimizer)
+    if not isinstance(local, Adam | AdamW | NAdam | RAdam):
         return 0.0
-    step = state.get("step", 0)
+    state = local.state.get(param, {})
+    step = state.get("step", 0) if "exp_avg_sq" in state else 0
     count = float(local_part(step) if isinstance(step, Tensor) else step)
     beta = float(group["betas"][1])
-    return float(1 - beta**count)
+    return float(1 - beta ** _on_all_ranks(count, param, optimizer))
+
+
+def _on_all_ranks(number: float, param: Tensor, optimizer: Optimizer) -> float:
+    """Return a number that is 0 on ranks of a ZeroRedundancyOptimizer without a weight's state."""
+    if local_optimizer(optimizer) is optimizer:
+        return number
+    total = torch.tensor([number], dtype=torch.float32, device=param.device)
+    torch.distributed.all_reduce(total, group=optimizer.process_group)  # type: ignore[attr-defined]
+    return float(total.item())
 
 
 def _magnitudes(grad: Tensor) -> Tensor:
