@@ -8,6 +8,7 @@ import threading
 import optuna
 import pytest
 import sweep_processes
+from optuna.storages._rdb.models import BaseModel
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
@@ -91,6 +92,25 @@ def test_each_waiting_trial_is_claimed_once(tmp_path, processes):
     claimed = [trial for worker in workers for trial in worker.receive()]
     assert sorted(claimed) == trials
     assert [worker.join() for worker in workers] == [0] * 3
+
+
+def test_tables_that_another_launcher_creates_at_the_same_time(tmp_path, monkeypatch):
+    tables = BaseModel.metadata
+    create = tables.create_all
+    calls = []
+
+    def create_late(engine):
+        """Create the tables; at the first call, after another launcher, but without a check."""
+        calls.append(engine)
+        if len(calls) == 1:
+            create(engine)
+            create(engine, checkfirst=False)  # raises "table ... already exists"
+        create(engine)
+
+    monkeypatch.setattr(tables, "create_all", create_late)
+    with open_storage(f"sqlite:///{tmp_path}/study.db", tmp_path) as storage:
+        assert storage.get_all_studies() == []
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(

@@ -156,8 +156,9 @@ def _open_database(url: str, grace: float) -> RDBStorage:
             raise SweepError(_explain(url, error)) from None
         except (sqlalchemy.exc.SQLAlchemyError, StorageInternalError) as error:
             # Launchers that create the tables at the same time disturb each other: retry. A
-            # server that does not answer is reported at once.
-            if attempt == _ATTEMPTS or isinstance(error, sqlalchemy.exc.OperationalError):
+            # server that does not answer, not even to a statement, is reported at once.
+            refused = isinstance(error, sqlalchemy.exc.OperationalError) and not error.statement
+            if attempt == _ATTEMPTS or refused:
                 raise SweepError(_explain(url, error)) from None
             time.sleep(random.uniform(0.1, 0.5))
     raise AssertionError("the last attempt returns or raises")
