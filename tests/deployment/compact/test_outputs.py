@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import numpy
 import pytest
@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributions import Categorical
 
 from pdecay.deployment.compact import CompactError, compact
+from pdecay.deployment.files import save
+from pdecay.deployment.model.errors import DeploymentError
 from pdecay.deployment.model.outputs import difference, tensors_of
 from pdecay.deployment.runtime.pipeline import deploy
 
@@ -227,3 +229,48 @@ def test_layers_that_only_training_uses_are_not_changed(resize):
     assert smaller.first.out_features == 6
     x = torch.randn(5, 4)
     torch.testing.assert_close(smaller.train()(x), model.train()(x))
+
+
+@pytest.mark.parametrize("ran_before", [False, True])
+@pytest.mark.parametrize("call", ["compact", "deploy", "save"])
+def test_hook_with_a_container_that_copies_share_is_refused(call, ran_before, tmp_path):
+    """A copy has its own container, but its hook writes to the container of the original."""
+    features = {}
+
+    def keep(layer, args, output):
+        features["first"] = output
+
+    def forward(self, x):
+        self.first(x)
+        return self.last(self.features["first"].relu())
+
+    model = Model(forward, first=nn.Linear(4, 8), last=nn.Linear(8, 2)).eval()
+    model.features = features
+    model.first.register_forward_hook(keep)
+    x = torch.randn(2, 4)
+    if ran_before:
+        with torch.no_grad():
+            model(x)
+    run = {
+        "compact": lambda: compact(model, x),
+        "deploy": lambda: deploy(model, x, seconds=0, choose="sparse"),
+        "save": lambda: save(model, tmp_path / "model.safetensors", example_inputs=x),
+    }[call]
+    with pytest.raises(DeploymentError, match="stores tensors in the attributes"):
+        run()
+
+
+def test_hook_that_is_a_method_can_be_copied():
+    def keep(self, layer, args, output):
+        self.features["first"] = output
+
+    def forward(self, x):
+        self.first(x)
+        return self.last(self.features["first"].relu())
+
+    model = Model(forward, first=nn.Linear(4, 8), last=nn.Linear(8, 2)).eval()
+    model.features = {}
+    model.first.register_forward_hook(MethodType(keep, model))
+    smaller = compact(model, torch.randn(2, 4))
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(smaller(x), model(x))

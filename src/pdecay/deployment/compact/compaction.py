@@ -31,6 +31,7 @@ from pdecay.deployment.model.outputs import (
     difference,
     fresh_outputs,
     outputs,
+    without_writes_to,
 )
 from pdecay.deployment.model.state import check_plain
 
@@ -123,7 +124,8 @@ class _Compaction:
         """Return the smaller model with its report."""
         # Run only copies: the first call of a model may fill buffers and set a flag for that.
         current = self._copy()
-        expected = self._expected_outputs()
+        with without_writes_to(self.model, CompactError):
+            expected = self._expected_outputs()
         has_new_layers = replace_attention(current)
         analysis = self._analyse(current)
         removal = choose_removal(analysis, current, self.biases)

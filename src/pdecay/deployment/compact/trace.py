@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from pdecay.deployment.compact.units import Labels
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.outputs import tensors_of
+from pdecay.deployment.model.outputs import attribute_tensors, tensors_of
 from pdecay.deployment.model.state import without_attention_fast_path
 
 # Operations whose arguments may bring the inputs' sizes into a tensor made from parameters.
@@ -185,7 +185,7 @@ def _record(
     leaves, spec = tree_flatten((inputs.args, inputs.kwargs))
     distinct = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
     outputs: list[Value] = []
-    stored = _attributes(model)
+    stored = attribute_tensors(model)
 
     def add_output(tensor: Tensor) -> None:
         tensor.clone()  # the recorded clone identifies the output's value
@@ -207,7 +207,7 @@ def _record(
             returned = model(*args, **kwargs)
         for tensor in tensors_of(returned):
             add_output(tensor)
-        for key, tensor in _attributes(model).items():
+        for key, tensor in attribute_tensors(model).items():
             if key not in stored:
                 add_attribute(tensor)
         for tensor in tensors_of(recorder.shown):
@@ -226,15 +226,6 @@ def _record(
         except Exception as raised:
             error = raised
     return Trace(recorder.calls, recorder.values, outputs, error)
-
-
-def _attributes(model: nn.Module) -> dict[int, Tensor]:
-    """Return the tensors in the attributes of all modules, also in objects, by id.
-
-    Code may store a result there instead of returning it, such as a loss or features.
-    """
-    found = tensors_of([vars(module) for module in model.modules()])
-    return {id(tensor): tensor for tensor in found}
 
 
 class _OnConversion(TorchFunctionMode):

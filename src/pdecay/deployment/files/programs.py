@@ -11,7 +11,12 @@ from pdecay._utils.errors import one_line
 from pdecay.deployment.files.container import FileFormatError
 from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.outputs import difference, fresh_outputs, outputs
+from pdecay.deployment.model.outputs import (
+    difference,
+    fresh_outputs,
+    outputs,
+    without_writes_to,
+)
 from pdecay.deployment.model.program import Free
 from pdecay.deployment.model.state import evaluating, shared_copy
 from pdecay.deployment.program import Captured, SavedModel, capture, restore
@@ -41,7 +46,12 @@ def with_program(model: object, example: Inputs) -> dict[str, Tensor]:
             f"a program needs a torch.nn.Module, got {type(model).__name__}: save a state dict "
             "without example_inputs"
         )
-    model = shared_copy(model)  # a run with another size may grow the model's caches
+    with without_writes_to(model, ExportError):
+        # Run a copy: a run with another size may grow the model's caches.
+        return _program_of(shared_copy(model), example)
+
+
+def _program_of(model: nn.Module, example: Inputs) -> dict[str, Tensor]:
     ways: tuple[Free, ...] = ("all", "batch", "none")
     for free in ways:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,43 @@ def _parts(output: object) -> list[object]:
     slots = [name for kind in type(output).__mro__ for name in getattr(kind, "__slots__", ())]
     names = dict.fromkeys((*getattr(output, "__dict__", ()), *slots))
     return [getattr(output, name, None) for name in names]
+
+
+def attribute_tensors(model: nn.Module) -> dict[int, Tensor]:
+    """Return the tensors in the attributes of all modules, also in objects, by id.
+
+    Code may store a result there instead of returning it, such as a loss or features.
+    """
+    found = tensors_of([vars(module) for module in model.modules()])
+    return {id(tensor): tensor for tensor in found}
+
+
+@contextlib.contextmanager
+def without_writes_to(model: nn.Module, error: type[Exception]) -> Iterator[None]:
+    """Raise an error if copies of a model that run here store tensors in the model itself.
+
+    Copies share functions with the model, and the containers that these functions were made with.
+    A hook of a copy may write its features there, and the copy read old ones in its own container.
+    """
+    before = attribute_tensors(model)
+    try:
+        yield
+    except Exception as cause:
+        _check_attributes(model, before, error, cause)
+        raise
+    _check_attributes(model, before, error, None)
+
+
+def _check_attributes(
+    model: nn.Module, before: dict[int, Tensor], error: type[Exception], cause: Exception | None
+) -> None:
+    if attribute_tensors(model).keys() != before.keys():
+        raise error(
+            "a copy of the model stores tensors in the attributes of the original: a function such "
+            "as a forward hook refers to a container or module from outside, so that copies share "
+            "it. Use a method that stores them in self instead, for example "
+            "layer.register_forward_hook(self.keep_features)"
+        ) from cause
 
 
 @torch.no_grad()

@@ -17,7 +17,12 @@ from pdecay.deployment.compact import CompactError, compact
 from pdecay.deployment.layers.modules import SparseLayer
 from pdecay.deployment.model.errors import DeploymentError
 from pdecay.deployment.model.inputs import Inputs, keep_example
-from pdecay.deployment.model.outputs import difference, fresh_outputs, outputs
+from pdecay.deployment.model.outputs import (
+    difference,
+    fresh_outputs,
+    outputs,
+    without_writes_to,
+)
 from pdecay.deployment.model.state import (
     buffer_values,
     check_plain,
@@ -258,7 +263,8 @@ def _compacted(model: nn.Module, inputs: Inputs, notes: list[str]) -> nn.Module:
     except CompactError as error:
         try:
             smaller = copy.deepcopy(model).eval()
-            outputs(smaller, inputs)
+            with without_writes_to(model, CompactError):
+                outputs(smaller, inputs)
         except Exception as own:  # the model cannot be copied or run
             raise error from own
         notes.append(f"not compacted: {error}")
