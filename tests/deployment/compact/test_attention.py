@@ -206,3 +206,32 @@ def test_encoder_that_nests_padded_sequences(in_example):
         expected = model(x, **masked)
         assert (expected[padding] == 0).all()  # torch's fast path, which nests the sequences
         torch.testing.assert_close(smaller(x, **masked), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("in_attribute", [True, False])
+def test_rounding_errors_do_not_hide_other_heads(dtype, in_attribute):
+    """Without a dead head, code may split the rest into as many heads of fewer dimensions."""
+    torch.manual_seed(0)
+    heads, width = 4, 64
+
+    def forward(self, x):
+        heads = self.heads if in_attribute else 4
+        parts = (one.unflatten(-1, (heads, -1)) for one in self.qkv(x).chunk(3, -1))
+        q, k, v = (one.transpose(1, 2) for one in parts)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+    model = Model(forward, qkv=nn.Linear(width, 3 * width), out=nn.Linear(width, width))
+    model.heads = heads
+    dead = torch.arange(width // heads)
+    for part in range(3):
+        model.qkv.weight.data[dead + part * width] = 0
+        model.qkv.bias.data[dead + part * width] = 0
+    model.out.weight.data[:, dead] = 0
+    model.eval().to(dtype)
+    smaller = compact(model, torch.randn(2, 9, width, dtype=dtype))
+    assert smaller.heads == (3 if in_attribute else 4)
+    assert smaller.out.in_features == (48 if in_attribute else 64)
+    x = torch.randn(2, 5, width, dtype=torch.float64)
+    torch.testing.assert_close(smaller.double()(x), model.double()(x))

@@ -135,18 +135,25 @@ def agree(expected: list[Tensor], got: list[Tensor], slack: float = 1.0) -> bool
     )
 
 
-def agree_in_float64(model: nn.Module, other: nn.Module, inputs: Inputs) -> bool:
+def is_precise(tensor: Tensor) -> bool:
+    """Return whether rounding errors of a tensor's dtype are below the tolerance."""
+    return _rounding(tensor) < TOLERANCE
+
+
+def agree_in_float64(
+    model: nn.Module, other: nn.Module, inputs: Inputs, *, default: bool = False
+) -> bool:
     """Return whether two models agree when both run in float64.
 
     Rounding errors of a deep network in float32 may exceed the tolerance even if both models
-    compute the same function. Return False if a model does not run in float64.
+    compute the same function. Return the default if a model does not run in float64.
     """
     try:
         expected, got = (
             outputs(copy.deepcopy(one).double(), inputs.double()) for one in (model, other)
         )
     except Exception:
-        return False
+        return default
     return agree(expected, got)
 
 
