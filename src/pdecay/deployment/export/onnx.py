@@ -19,9 +19,9 @@ from pdecay._utils.errors import one_line, root_cause
 from pdecay._utils.files import check_folder_of, check_output_file, replacing
 from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.outputs import difference, outputs
+from pdecay.deployment.model.outputs import difference, outputs_of_two_calls
 from pdecay.deployment.model.program import Free, Program, exported, quiet
-from pdecay.deployment.model.state import evaluating
+from pdecay.deployment.model.state import evaluating, keeping_buffers
 from pdecay.deployment.program.sizes import takes_any_size
 
 TOLERANCE = 1e-4  # relative to the largest element of an output
@@ -81,7 +81,10 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
     inputs = Inputs.of(example_inputs)
     target = check_output_file(path, (".onnx",))
     check_folder_of(target)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".onnx-") as folder:
+    with (
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=".onnx-") as folder,
+        keeping_buffers(model),
+    ):
         # A large model is written as two files, and the first refers to the second by name. The
         # temporary files therefore have their final names.
         temporary = Path(folder, target.name)
@@ -127,7 +130,8 @@ def _write(model: nn.Module, path: Path, inputs: Inputs, free: Free) -> tuple[Pr
     if worst > tolerance:
         raise ExportError(
             f"the outputs of ONNX Runtime and torch differ by {worst:.1e} of the largest "
-            f"element, more than {tolerance:g}: nothing was written"
+            f"element, more than {tolerance:g}, in two calls: nothing was written. An ONNX file "
+            "remembers nothing between calls"
         )
     return program, worst
 
@@ -171,7 +175,7 @@ def _difference(model: nn.Module, inputs: Inputs, path: Path) -> float:
     """Run a file in ONNX Runtime and return its difference from the model's outputs."""
     runtime: Any = importlib.import_module("onnxruntime")  # it has no type annotations
     try:
-        expected = outputs(model, inputs)
+        expected = outputs_of_two_calls(model, inputs)
     except Exception as error:
         raise _ModelError(f"the model fails: {one_line(error)[:200]}") from error
     given = inputs.tensors
@@ -187,12 +191,13 @@ def _difference(model: nn.Module, inputs: Inputs, path: Path) -> float:
         )
     feed = {name: tensor.cpu().numpy() for name, tensor in zip(names, given, strict=True)}
     try:
-        got = [torch.from_numpy(array) for array in session.run(None, feed)]
+        got = 2 * [torch.from_numpy(array) for array in session.run(None, feed)]
     except Exception as error:
         raise ExportError(f"ONNX Runtime cannot run the model: {one_line(error)[:200]}") from error
     if len(got) != len(expected):
         raise ExportError(
-            f"the ONNX model returns {len(got)} tensors, but the model returns {len(expected)}: "
+            f"the ONNX model returns {len(got) // 2} tensors, but the model returns "
+            f"{len(expected) // 2}: "
             "return only tensors (for transformers: use_cache=False)"
         )
     return difference([tensor.cpu() for tensor in expected], got)

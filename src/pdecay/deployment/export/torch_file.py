@@ -14,9 +14,9 @@ from pdecay._utils.errors import one_line
 from pdecay._utils.files import check_output_file, replacing
 from pdecay.deployment.model.errors import ExportError
 from pdecay.deployment.model.inputs import Inputs
-from pdecay.deployment.model.outputs import agree, outputs
+from pdecay.deployment.model.outputs import agree, outputs_of_two_calls
 from pdecay.deployment.model.program import Free, exported, quiet
-from pdecay.deployment.model.state import evaluating
+from pdecay.deployment.model.state import evaluating, keeping_buffers
 
 HOW_TO_LOAD = {
     ".pt2": "torch.export.load(path).module()",
@@ -51,7 +51,7 @@ def export_torch(model: nn.Module, path: str | os.PathLike[str], example_inputs:
     """
     target = check_output_file(path, HOW_TO_LOAD)
     inputs = Inputs.of(example_inputs)
-    with replacing(target) as file:
+    with replacing(target) as file, keeping_buffers(model):
         if target.suffix == ".pt2":
             _write_program(model, inputs, file)
         else:
@@ -83,7 +83,7 @@ def _write_and_compare(model: nn.Module, inputs: Inputs, file: BinaryIO, free: F
         with evaluating(model):
             for given in (inputs, *(inputs.other_batches() if free != "none" else ())):
                 try:
-                    expected, got = outputs(model, given), outputs(program, given)
+                    expected, got = (outputs_of_two_calls(one, given) for one in (model, program))
                 except Exception as error:
                     if given is not inputs:  # a size that the model or the program refuses
                         continue

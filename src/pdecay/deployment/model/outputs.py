@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pdecay.deployment.model.state import shared_copy
+from pdecay.deployment.model.state import keeping_buffers, shared_copy
 
 if TYPE_CHECKING:
     from pdecay.deployment.model.inputs import Inputs
@@ -98,6 +98,12 @@ def _check_attributes(
 def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """Run a model and return copies of its output tensors."""
     return [tensor.clone() for tensor in tensors_of(inputs.call(model))]
+
+
+def outputs_of_two_calls(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """Return the outputs of two calls in a row: a model may remember something of the first."""
+    with keeping_buffers(model):
+        return [*outputs(model, inputs), *outputs(model, inputs)]
 
 
 def fresh_outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:

@@ -90,6 +90,28 @@ def set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
                 module._buffers[name] = copies[id(value)]
 
 
+@contextlib.contextmanager
+def keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore all buffers in place on exit, because runs of a model may change them.
+
+    Copies that share the buffers, and programs made of them, have the old values again, too.
+    """
+    kept = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in kept:
+            module._buffers[name] = buffer
+            if not torch.equal(buffer, value):
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+
 def memory_key(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for two strided tensors iff they view the same memory alike.
 

@@ -83,7 +83,8 @@ def capture(model: nn.Module, example: Inputs, free: Free = "all") -> Captured:
     try:
         flat.inputs = describe([list(example.args), example.kwargs], tensors, "example_inputs")
         with torch.no_grad():
-            outputs = describe(example.call(flat.model), [], "the output")
+            # Another copy: a run may set buffers, which the program has with their old values.
+            outputs = describe(example.call(shared_copy(model)), [], "the output")
         record_sparse_layers(flat)
         # The graph has the example's strides as numbers, so that inputs must be laid out alike.
         contiguous = tuple(tensor.contiguous() for tensor in tensors)
