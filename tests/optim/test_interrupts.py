@@ -144,4 +144,4 @@ def test_steps_in_other_threads_change_no_handlers():
     thread = threading.Thread(target=optimizer.step)
     thread.start()
     thread.join()
-    assert found == [signal.getsignal(signal.SIGINT)]
+    assert {*found} == {signal.getsignal(signal.SIGINT)}  # torch may run hooks of subclasses twice
