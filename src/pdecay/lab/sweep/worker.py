@@ -79,7 +79,7 @@ def work(job: Job, connection: Connection) -> None:
     threading.Thread(target=worker.wait_for_stop, daemon=True).start()
     try:
         with open_storage(job.storage, job.out, job.grace) as storage:
-            worker.run(SweepStudy(storage, job.study, job.plan))
+            worker.run(lambda: SweepStudy(storage, job.study, job.plan))
     except Exception:
         with suppress(OSError):  # the launcher died
             connection.send(traceback.format_exc())
@@ -105,9 +105,9 @@ class _Worker:
                 deadline = time.monotonic() + _PATIENCE
         os._exit(1)
 
-    def run(self, study: SweepStudy) -> None:
-        self._study = study
+    def run(self, open_study: Callable[[], SweepStudy]) -> None:
         with suppress(StoppedError):
+            self._study = study = self._retry(open_study)  # the database may be away just now
             while not self._stop.is_set():
                 if self._retry(study.has_waiting):
                     self._run_trial()
