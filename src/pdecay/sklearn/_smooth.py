@@ -14,7 +14,8 @@ system with the matrix ``I + X diag(W) X'``, which has one row for each sample.
   both linearised. A step that leads to the pair ``(w_j, u_j)`` is followed by the projection to the
   pair with the same ``w_j + u_j / c`` that satisfies the second equation: ``w_j`` is the prox of
   ``w_j + u_j / c``. This is much closer to the solution where a small coefficient changes by more
-  than its own size. The others are left as they are, because the prox takes long.
+  than its own size. The others are left as they are, because the prox takes long. c is what ``u_j``
+  loses if ``w_j`` grows by one and the other coefficients follow.
 
 The steps use a copy of X in low precision, in the linear systems and at first in both equations.
 Once the equations hold up to the errors of the copy, they are computed exactly, and further steps
@@ -43,8 +44,11 @@ _LEAST_ACCURACY, _MOST_ACCURACY = 0.1, 0.01  # more than the second is not worth
 _SLOW, _MOST_SLOW = 0.5, 2  # exact steps with a smaller decrease until the copy is given up
 _NEAR = 4  # times the limit from which on the coordinate steps are computed
 _TARGET = 0.5  # accuracy of the last linear systems, relative to the goal
-# For p > 2, where R'' is zero at zero: least curvature, relative to its mean and to the mean L_j.
-_LEAST_CURVATURE, _FLAT = 0.02, 1e-12
+# For p > 2, where R'' is zero at zero: least curvature, relative to its mean, to the unexplained
+# share of L_j and to the mean L_j.
+_LEAST_CURVATURE, _LEAST_SHARE, _FLAT = 0.02, 0.05, 1e-12
+_SHARE_CHANGE = 0.1  # at which the iteration for the share ends
+_FEW_STEPS = 12  # after which the share is halved in each step
 _NEARBY = 0.1  # changes, relative to the coefficient, up to which it is not projected
 
 
@@ -94,6 +98,11 @@ def minimise(
     size = before = scale
     while True:
         curvature, slope = _curvature(terms, w, design.norms), terms.slope(w)
+        if not dual:
+            # Correlated features explain more of each other, and many steps are a sign of it.
+            share = _unexplained_share(design, 1 / curvature) / 2 ** max(0, steps - _FEW_STEPS)
+            unexplained = share * design.norms
+            curvature = np.maximum(curvature, _LEAST_SHARE * unexplained)
         weights = np.where(used, 1 / curvature, 0.0)
         # The w at which the linearised R' is u.
         base = w - weights * slope
@@ -143,7 +152,7 @@ def minimise(
         else:
             moved = w + (products - mismatch) * weights
             far = np.abs(moved - w) > _NEARBY * np.abs(w)
-            c = np.full(np.count_nonzero(far), curvature.mean())
+            c = np.maximum(unexplained[far], curvature.mean())
             w = moved.copy()
             w[far] = kernels().prox(terms, moved[far] + u[far] / c, 1 / c, moved[far])
         w = np.where(used, w, 0.0)
@@ -157,6 +166,21 @@ def _curvature(terms: Terms, w: Floats, norms: Floats) -> Floats:
         return curvature
     least = max(_LEAST_CURVATURE * curvature.mean(), _FLAT * norms.mean())
     return np.asarray(np.maximum(curvature, least))
+
+
+def _unexplained_share(design: Design, weights: Floats) -> float:
+    """Return the share of a column that the other features cannot explain, on average.
+
+    If ``w_j`` changes by e, the other coefficients follow, and ``x_j' t`` changes by -e c with
+    ``c = x_j' M^-1 x_j`` and ``M = I + X diag(W) X'`` without feature j. For independent features,
+    c is ``L_j`` times the mean eigenvalue of ``M^-1``, which is the fixed point of this iteration
+    (Marchenko and Pastur).
+    """
+    size = weights * design.norms
+    share, before = 1.0, np.inf
+    while share < (1 - _SHARE_CHANGE) * before:
+        share, before = 1 / (1 + float((size / (1 + share * size)).sum()) / design.shape[0]), share
+    return share
 
 
 def _start(
