@@ -76,10 +76,46 @@ def test_batch_norms_and_relus_are_folded(clock):
     assert deployed.stem[0].relu
     assert isinstance(deployed.stem[2], nn.Identity)
     block = deployed.stages[0]
-    assert block.conv1.relu  # functional ReLUs
-    assert block.conv2.relu
+    # The calls have the functional ReLUs, not the layers: other methods may call these.
+    assert not block.conv1.relu
+    assert not block.conv2.relu
+    assert "the ReLU after stages.0.conv1" in deployed.report.folded
+    assert "the ReLU after stages.0.conv2" in deployed.report.folded
     assert "the sum after stages.0.conv2" in deployed.report.folded
     assert "18 in total" in str(deployed.report)
+
+
+class Encoder(nn.Module):
+    """Its forward calls another method, as users do for embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 8)
+
+    def embed(self, x):
+        h = self.first(x).relu()
+        return torch.relu(self.second(h) + h)
+
+    def project(self, x):
+        return self.head(self.embed(x))
+
+    def forward(self, x):
+        return self.project(x).relu()
+
+
+def test_other_methods_of_a_fused_model_are_unchanged(clock):
+    model = mostly_zero(Encoder()).eval()
+    x = torch.randn(5, 32)
+    deployed = deploy(model, x, choose="sparse")
+    assert "the sum after second" in deployed.report.folded
+    assert "the ReLU after head" in deployed.report.folded
+    with torch.inference_mode():
+        for method in ("forward", "embed", "project"):
+            expected, got = (getattr(one, method)(x) for one in (model, deployed))
+            torch.testing.assert_close(got, expected)
+            got = getattr(copy.deepcopy(deployed), method)(x)
+            torch.testing.assert_close(got, expected)
 
 
 class ChangesItsInput(nn.Module):

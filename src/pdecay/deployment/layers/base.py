@@ -131,11 +131,14 @@ class SparseLayer(nn.Module):
         """Reshape a weight with one row per output to the shape of the dense layer."""
         return weight
 
-    def forward(self, x: Tensor, more: Tensor | float | None = None) -> Tensor:
-        """Return the output; `more`, if given, is added before the ReLU."""
+    def forward(self, x: Tensor, more: Tensor | float | None = None, relu: bool = False) -> Tensor:
+        """Return the output; `more`, if given, is added before the ReLU.
+
+        With `relu`, this call applies a ReLU even if the layer has none.
+        """
         # Keep this path short: a call may take only ten microseconds in total.
         if is_traced(x) or self._has_other_buffers():
-            return self._forward_dense(x, more)
+            return self._forward_dense(x, more, relu)
         for buffer, version in self._versions:
             if buffer._version != version:  # it was changed in place
                 self._reset()
@@ -145,8 +148,8 @@ class SparseLayer(nn.Module):
             x = self._check_input(x)
             call = self._call(x.shape)
             if call is None:
-                return self._forward_dense(x, more)
-        return call(x, more)
+                return self._forward_dense(x, more, relu)
+        return call(x, more, relu)
 
     def _check_input(self, x: Tensor) -> Tensor:
         """Return the input in the kernel's dtype; raise if the kernel cannot use it."""
@@ -250,7 +253,7 @@ class SparseLayer(nn.Module):
             plan = self._plans[key] = make()
         return plan
 
-    def _forward_dense(self, x: Tensor, more: Tensor | float | None) -> Tensor:
+    def _forward_dense(self, x: Tensor, more: Tensor | float | None, relu: bool) -> Tensor:
         weight = self._dense
         if weight is None or self._has_other_buffers():
             weight = self.weight
@@ -260,7 +263,7 @@ class SparseLayer(nn.Module):
                 self._dense = weight
         y = self._compute_dense(x, weight, self.bias)
         y = y if more is None else y + more
-        return y.relu() if self.relu else y
+        return y.relu() if self.relu or relu else y
 
     def _fill(self, layer: Dense) -> Dense:
         """Set the weight and bias of a dense layer."""

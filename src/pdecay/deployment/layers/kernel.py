@@ -91,26 +91,31 @@ class Call:
         self._struct = _Struct.from_buffer_copy(plan.struct)
         self._struct.images = count
         self._address = ctypes.addressof(self._struct)
+        self._relu_struct = _Struct.from_buffer_copy(self._struct)
+        self._relu_struct.relu = 1
+        self._relu_address = ctypes.addressof(self._relu_struct)
         self._like = torch.empty((), dtype=plan.dtype, device="cpu").expand(out_shape)
         self._size = out_shape
         self._strides = torch.empty(out_shape, device="meta").stride()
         self._threads = max(1, count * plan.work // _THREAD_WORK)
 
-    def __call__(self, x: Tensor, more: Tensor | float | None = None) -> Tensor:
+    def __call__(self, x: Tensor, more: Tensor | float | None = None, relu: bool = False) -> Tensor:
         """Return the output for an input of the prepared shape and dtype.
 
         `more`, if given, is added before the ReLU: by the kernel if it has the output's dtype and
-        can be expanded to its shape, else by torch.
+        can be expanded to its shape, else by torch. With `relu`, this call has a ReLU even if the
+        plan has none.
         """
+        address = self._relu_address if relu else self._address
         if more is None:
-            return self._run(self._address, x, None)
+            return self._run(address, x, None)
         if self._can_add(more):
             more = in_memory(more.expand_as(self._like))
-            return self._run(self._address, x, more.data_ptr())
+            return self._run(address, x, more.data_ptr())
         without_relu = _Struct.from_buffer_copy(self._struct)
         without_relu.relu = 0
         y = self._run(ctypes.addressof(without_relu), x, None) + more
-        return y.relu() if self._struct.relu else y
+        return y.relu() if relu or self._struct.relu else y
 
     def _can_add(self, more: Tensor | float) -> TypeGuard[Tensor]:
         """Return whether the kernel can add this to the output."""

@@ -115,10 +115,10 @@ class SparseConv2d(SparseLayer):
         """Return an ``nn.Conv2d`` with the same weight, without the ReLU of this layer."""
         return self._fill(nn.Conv2d(self.in_channels, self.out_channels, **self._options()))
 
-    def forward(self, x: Tensor, more: Tensor | float | None = None) -> Tensor:
+    def forward(self, x: Tensor, more: Tensor | float | None = None, relu: bool = False) -> Tensor:
         if self._border is not None:
             x = functional.pad(x, self._border, self.padding_mode)
-        return super().forward(x, more)
+        return super().forward(x, more, relu)
 
     def _check_shape(self, shape: torch.Size) -> None:
         if len(shape) not in (3, 4) or shape[-3] != self.shape.in_channels:

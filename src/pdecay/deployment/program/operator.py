@@ -78,12 +78,14 @@ class _Recorded(nn.Module):
         settings = {}
         if isinstance(dense, nn.Conv2d):
             settings = {name: getattr(dense, name) for name in _CONV_OPTIONS}
-        self.options = json.dumps({**settings, "relu": layer.relu})
+        self.settings = settings
+        self.relu = layer.relu
 
-    def forward(self, x: Tensor, more: Tensor | float | None = None) -> Tensor:
+    def forward(self, x: Tensor, more: Tensor | float | None = None, relu: bool = False) -> Tensor:
         if isinstance(more, float | int):
             more = torch.tensor(more, dtype=self.weight.dtype)
-        y: Tensor = sparse_layer(x, more, self.weight, self.bias, self.options)
+        options = json.dumps({**self.settings, "relu": self.relu or relu})
+        y: Tensor = sparse_layer(x, more, self.weight, self.bias, options)
         return y
 
 

@@ -176,7 +176,8 @@ def _fuse_graph(
         if user is not None and _is_relu(user, module):
             user.replace_all_uses_with(node)
             graph.erase_node(user)
-            layer.enable_relu()
+            # Of this call only: other methods of the module may call the layer, too.
+            node.kwargs = {"relu": True}
             fused.append((str(node.target), "ReLU"))
     return fused
 
