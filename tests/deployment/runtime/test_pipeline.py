@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils import prune
 
 from pdecay.deployment.compact import CompactError, compact
@@ -116,6 +117,51 @@ def test_other_methods_of_a_fused_model_are_unchanged(clock):
             torch.testing.assert_close(got, expected)
             got = getattr(copy.deepcopy(deployed), method)(x)
             torch.testing.assert_close(got, expected)
+
+
+class AsksForItsDevice(nn.Module):
+    """Sparse layers have no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.second(self.first(x.to(next(self.parameters()).device)).relu())
+
+
+@pytest.mark.parametrize("choose", ["measured", "sparse"])
+def test_models_that_need_parameters_stay_dense(clock, choose):
+    model = mostly_zero(AsksForItsDevice()).eval()
+    x = torch.randn(5, 32)
+    deployed = deploy(model, x, choose=choose)
+    assert deployed.report.chosen == "dense"
+    assert all(layer.choice == "dense" for layer in deployed.report.layers)
+    assert "does not run with sparse layers (StopIteration)" in str(deployed.report)
+    assert_same(deployed, model, x)
+
+
+class PadsByItsKernel(nn.Module):
+    """A causal convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 16, 3, stride=(1, 2), dilation=2, groups=2)
+
+    def forward(self, x):
+        conv = self.conv
+        height, width = (
+            step * (size - 1) for step, size in zip(conv.dilation, conv.kernel_size, strict=True)
+        )
+        return conv(functional.pad(x, (width, 0, height, 0))) / conv.groups / conv.stride[1]
+
+
+def test_models_read_the_geometry_of_sparse_convolutions(clock):
+    model = mostly_zero(PadsByItsKernel()).eval()
+    x = torch.randn(2, 8, 9, 9)
+    deployed = deploy(model, x, choose="sparse")
+    assert isinstance(deployed.conv, SparseConv2d)
+    assert_same(deployed, model, x)
 
 
 class ChangesItsInput(nn.Module):

@@ -107,6 +107,9 @@ class SparseConv2d(SparseLayer):
         super().__init__(layer, shape, relu=relu)
         self.in_channels = layer.in_channels
         self.out_channels = layer.out_channels
+        # Code of models reads these: for example, it pads by a part of the kernel's size.
+        self.kernel_size, self.stride = kernel, stride
+        self.dilation, self.groups = dilation, layer.groups
         self.padding = layer.padding
         self.padding_mode = layer.padding_mode
         self._border = None if is_zeros else (left, right, top, bottom)

@@ -129,7 +129,12 @@ def _measure(
     # The memory format of a layer's input depends on the layers before it, so record the inputs in
     # a model with all sparse layers.
     trial, _ = with_sparse_layers(model, candidates, usage)
-    specs = record_calls(trial, inputs)
+    try:
+        specs = record_calls(trial, inputs)
+    except Exception as error:  # code of the model needs something that sparse layers do not have
+        why = f"the model does not run with sparse layers ({type(error).__name__})"
+        rows.update({name: replace(rows[name], why=why) for name in names})
+        return list(rows.values()), {}
     chosen: dict[nn.Module, SparseLayer] = {}
     end = time.perf_counter() + seconds
     for done, (name, layer) in enumerate(layers.items()):
