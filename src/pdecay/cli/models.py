@@ -65,11 +65,11 @@ def model_of(args: argparse.Namespace) -> tuple[nn.Module, Any]:
 def load_weights(model: nn.Module, path: Path, key: str | None = None) -> None:
     """Load a weight file of any kind into a model."""
     from pdecay.deployment.files import FileFormatError, load
-    from pdecay.deployment.inspect.sources import is_torch_file, read_state_dict
+    from pdecay.deployment.inspect.sources import is_torch_file, read_loadable_state
 
     try:
         if is_torch_file(path):
-            model.load_state_dict(read_state_dict(path, key))
+            model.load_state_dict(read_loadable_state(path, key))
         elif key is not None:
             raise UsageError(f"--key is for files of torch.save, which {path} is not")
         else:

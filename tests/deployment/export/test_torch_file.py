@@ -151,6 +151,46 @@ def test_key_selects_one_of_several_state_dicts(run_cli, project):
     assert "removed 3 units" in run_cli(*argv, "--key", "student")
 
 
+VERSIONED_MODULE = """
+import torch
+from torch import nn
+
+class Layer(nn.Linear):
+    _version = 2
+    scale = 1.0
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        if metadata.get("version", 1) < 2:  # the first version stored half of the weight
+            state[prefix + "weight"] = 2 * state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+def build():
+    return nn.Sequential(Layer(3, 2)), torch.ones(1, 3)
+"""
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_torch_files_keep_module_versions_and_extra_state(run_cli, project, nested):
+    (project / "users_model.py").write_text(VERSIONED_MODULE)
+    import users_model
+
+    model, x = users_model.build()
+    model[0].scale = 3.0
+    state = model.state_dict()
+    torch.save({"state_dict": state, "epoch": 3} if nested else state, "weights.pt")
+    run_cli("compact", "users_model:build", "--weights", "weights.pt", "--out", "out.pt2")
+    torch.testing.assert_close(torch.export.load("out.pt2").module()(x), model(x))
+
+
 def test_export_writes_onnx_sparse_and_dense_files(run_cli, project):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

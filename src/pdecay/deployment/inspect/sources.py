@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def is_torch_file(path: str | os.PathLike[str]) -> bool:
 
 
 def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dict[str, Tensor]:
-    """Return the state dict of a ``torch.save`` file, loaded with ``weights_only=True``.
+    """Return the tensors of a ``torch.save`` file, loaded with ``weights_only=True``.
 
     Args:
         path: the file.
@@ -99,6 +100,27 @@ def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dic
     Raises:
         FileFormatError: if the file cannot be loaded safely or has no unique state dict.
     """
+    return _tensors(_find_state_dict(path, key))
+
+
+def read_loadable_state(
+    path: str | os.PathLike[str], key: str | None = None
+) -> OrderedDict[str, Any]:
+    """Return a state dict for ``load_state_dict``; the arguments are as of `read_state_dict`.
+
+    Besides the tensors it has the extra state of modules, and the versions of the modules: without
+    them, a module converts its tensors as if an old version had written them.
+    """
+    found = _find_state_dict(path, key)
+    state: Any = OrderedDict(_tensors(found))
+    state.update((k, v) for k, v in found.items() if _is_extra_state(k))
+    versions = getattr(found, "_metadata", None)
+    if isinstance(versions, Mapping) and all(isinstance(v, Mapping) for v in versions.values()):
+        state._metadata = versions
+    return state  # type: ignore[no-any-return]
+
+
+def _find_state_dict(path: str | os.PathLike[str], key: str | None) -> Mapping[Any, Any]:
     loaded = _unpickle(path)
     if key is not None:
         if not isinstance(loaded, Mapping) or key not in loaded:
@@ -117,11 +139,11 @@ def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dic
     nested = {
         k: v
         for k, v in loaded.items()
-        if isinstance(v, Mapping) and _tensors(v) and not str(k).endswith("_extra_state")
+        if isinstance(v, Mapping) and _tensors(v) and not _is_extra_state(k)
     }
     usual = [k for k in _USUAL_KEYS if k in nested]
     if usual or (len(nested) == 1 and not tensors):
-        return _tensors(nested[usual[0]] if usual else next(iter(nested.values())))
+        return nested[usual[0]] if usual else next(iter(nested.values()))
     if nested:
         beside = " beside tensors" if tensors else ""
         raise FileFormatError(
@@ -129,8 +151,12 @@ def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dic
             f"{short_repr(list(nested))} as the key"
         )
     if tensors:
-        return tensors
+        return loaded
     raise FileFormatError("contains no tensors")
+
+
+def _is_extra_state(name: object) -> bool:
+    return str(name).endswith("_extra_state")
 
 
 def _unpickle(path: str | os.PathLike[str]) -> object:
