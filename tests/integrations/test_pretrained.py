@@ -286,3 +286,16 @@ def test_failed_save_keeps_the_old_configuration(tmp_path, monkeypatch):
         pdecay.save(model, tmp_path)
     assert (tmp_path / "config.json").read_bytes() == before
     assert not list(tmp_path.glob(".*"))
+
+
+def test_folder_with_weights_of_transformers_and_pdecay_is_refused(tmp_path):
+    model = sparse_model()
+    pdecay.save(model, tmp_path)
+    model.transformer.ln_f.bias.data += 1  # trained on, and saved by Trainer
+    model.save_pretrained(tmp_path)
+    for read in (pdecay.load, from_pretrained):
+        with pytest.raises(ValueError, match="has both model"):
+            read(tmp_path)
+    pdecay.save(model, tmp_path)  # removes the other file
+    bias = pdecay.load(tmp_path)["transformer.ln_f.bias"]
+    assert torch.equal(bias, model.transformer.ln_f.bias)

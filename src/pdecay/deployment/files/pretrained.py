@@ -48,11 +48,17 @@ def is_pretrained_model(model: object) -> bool:
 
 
 def weights_in(folder: str | os.PathLike[str]) -> Path:
-    """Return the path of the weights file in a model folder."""
-    paths = [Path(folder) / name for name in (SPARSE_WEIGHTS, DENSE_WEIGHTS)]
-    for path in paths:
-        if path.exists():
-            return path
+    """Return the path of the weights file in a model folder; raise ValueError if it has two."""
+    found = [name for name in (SPARSE_WEIGHTS, DENSE_WEIGHTS) if (Path(folder) / name).exists()]
+    if len(found) > 1:
+        # pdecay.save leaves one of them. With both, the wrong choice would be old weights.
+        raise ValueError(
+            f"{os.fspath(folder)} has both {' and '.join(found)}, which may differ: another "
+            "program wrote to the folder after pdecay.save, or a save was interrupted; delete one "
+            "of them, or give the path of a file"
+        )
+    if found:
+        return Path(folder) / found[0]
     raise FileNotFoundError(
         f"{os.fspath(folder)} has neither {SPARSE_WEIGHTS} nor {DENSE_WEIGHTS}: give a folder that "
         "pdecay.save wrote"
