@@ -46,6 +46,12 @@ def test_saved_folder_loads(tmp_path, same, dense):
     assert same(dict(pdecay.load(tmp_path / "model")), dict(model.state_dict()))
 
 
+def test_example_of_a_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"ends in \.safetensors to save the program"):
+        pdecay.save(make_model(), tmp_path / "model", example_inputs=prompt())
+    assert not (tmp_path / "model").exists()
+
+
 def test_second_save_replaces_weights_of_the_other_kind(tmp_path):
     first, second = make_model(), sparse_model()
     save_pretrained(first, tmp_path)

@@ -98,6 +98,11 @@ def save(
     path = Path(path)
     if isinstance(model, nn.Module) and is_pretrained_model(model):
         if path.suffix != ".safetensors":
+            if example_inputs is not None:
+                raise ValueError(
+                    f"{path} is a folder, which has a configuration but no program: leave out "
+                    "example_inputs, or give a path that ends in .safetensors to save the program"
+                )
             return _save_folder(model, path, metadata, dense)
         if path.name == DENSE_WEIGHTS and not dense:
             warnings.warn(
