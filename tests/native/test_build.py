@@ -148,6 +148,20 @@ def test_compiler_does_not_read_the_input_of_the_process(tmp_path):
     assert done.stdout == "line\n"
 
 
+def test_cache_of_the_compiler_is_not_used(tmp_path):
+    """Old versions of ccache return code for the processor of another machine."""
+    compiler = tmp_path / "cc"
+    compiler.write_text("""#!/bin/sh
+if [ -z "$CCACHE_DISABLE" ] || [ -z "$SCCACHE_RECACHE" ]; then
+    echo "error: the compiler's cache is in use" >&2
+    exit 1
+fi
+exec cc "$@"
+""")
+    compiler.chmod(0o755)
+    assert run(TRY, tmp_path / "cache", CC=compiler) == "loaded\nloaded"
+
+
 def test_compiler_messages_that_are_not_utf8(tmp_path):
     compiler = tmp_path / "cc"
     compiler.write_bytes(b"#!/bin/sh\nprintf 'error: caf\\351\\n' >&2\nexit 1\n")

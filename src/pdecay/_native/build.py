@@ -68,6 +68,10 @@ PREFETCH = (
     "--param=min-insn-to-prefetch-ratio=4",
 )
 
+# ccache before 4.3 and sccache do not distinguish processors with -march=native. With a home folder
+# that machines share, they would return code whose instructions this processor may not have.
+NO_COMPILER_CACHE = {"CCACHE_DISABLE": "1", "SCCACHE_RECACHE": "1"}
+
 
 class KernelUnavailable(RuntimeError):  # noqa: N818 (a state of this machine, not a mistake)
     """A kernel cannot be compiled or loaded; the message gives the reason in one line."""
@@ -229,7 +233,7 @@ def _run(command: list[str], folder: str) -> None:
     try:
         done = subprocess.run(
             command,
-            env={**os.environ, "TMPDIR": folder, "LC_ALL": "C"},  # messages in English
+            env={**os.environ, **NO_COMPILER_CACHE, "TMPDIR": folder, "LC_ALL": "C"},  # in English
             stdin=subprocess.DEVNULL,  # a wrapper of the compiler must not read the user's input
             capture_output=True,
             encoding="utf-8",
