@@ -73,6 +73,30 @@ def test_two_processes_may_compile_at_once(tmp_path):
     assert len(libraries(tmp_path)) == 1
 
 
+def test_library_of_another_process_is_not_replaced(tmp_path):
+    """Over NFS, a process on another machine may crash if the library that it uses is replaced."""
+    code = """
+    import os
+    from pdecay._native import build
+    original = build._run
+    def overtaken(*args, **kwargs):
+        original(*args, **kwargs)
+        build._run = original
+        if os.fork() == 0:  # a process that starts later and ends first
+            build.load("ranking", False)
+            os._exit(0)
+        os.wait()
+        [path] = build._cache_folder().glob("*.so")
+        published.append(path.stat().st_ino)
+    published = []
+    build._run = overtaken
+    library = build.load("ranking", False)
+    [path] = build._cache_folder().iterdir()
+    print(path.stat().st_ino == published[0], library._name == str(path))
+    """
+    assert run(code, tmp_path / "cache") == "True True"
+
+
 def test_loading_and_running_keep_process_state(filled):
     """Denormal mode, rounding mode and thread count are unchanged in all of torch's threads."""
     code = """

@@ -174,6 +174,11 @@ def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> c
                 flags = [*COMMON, *options, *_extra_flags()]
                 run([*compiler, *flags, "-c", source, "-o", object_file])
                 run([*compiler, "-shared", object_file, *link, "-lm", "-o", part])
+                # Do not replace a library that was published meanwhile: a process on another
+                # machine may use it, and over NFS a page of a replaced file may be unreadable.
+                library = _open(path)
+                if library is not None:
+                    return library
                 library = ctypes.CDLL(part)  # all symbols resolve: others may see it
                 with contextlib.suppress(OSError):  # such as a folder in its place
                     _publish(part, path)
