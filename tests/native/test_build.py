@@ -159,10 +159,23 @@ def test_extra_compiler_flags(tmp_path):
     assert "unavailable" not in output
 
 
-@pytest.mark.parametrize("flag", ["-ffast-math", "-Ofast"])
+@pytest.mark.parametrize("flag", ["-ffast-math", "-funsafe-math-optimizations"])
 def test_flags_that_make_powers_wrong_are_refused(tmp_path, flag):
     """With -ffast-math, factors of the decay were wrong by up to a third."""
     assert "powers would be wrong with -ffast-math" in run(TRY, tmp_path, PDECAY_CFLAGS=flag)
+
+
+@pytest.mark.parametrize("flag", ["-ffast-math", "-Ofast", "-funsafe-math-optimizations"])
+def test_fast_math_of_the_compiler_variable_is_cancelled(tmp_path, flag):
+    """gcc before 13 linked libraries that flush the denormals of the whole process."""
+    code = """
+    import torch
+    from pdecay._native.build import load
+    for name in ("step", "ranking"):
+        load(name)
+    print((torch.full((8,), 1e-40) * 1).min().item() > 0)
+    """
+    assert run(code, tmp_path, CC=f"{build._compiler()[0]} {flag}") == "True"
 
 
 def test_compiler_does_not_read_the_input_of_the_process(tmp_path):

@@ -43,10 +43,12 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 # Not -ffast-math: it would break the rounding trick of fastpow.h and hide NaN, and gcc before 13
 # links a library that has it with crtfastmath.o, which flushes denormals in the whole process.
+# These options, to compile and to link with, cancel it in `CC`.
+EXACT = ("-O2", "-fno-fast-math", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
 COMMON = (
+    *EXACT,
     "-std=c11",
     "-fPIC",
-    "-O2",
     "-ftree-vectorize",
     "-fno-math-errno",  # sqrt as one instruction
     "-fno-trapping-math",  # conditions as masks
@@ -173,7 +175,7 @@ def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> c
                 source = str(SOURCES / f"{name}.c")
                 flags = [*COMMON, *options, *_extra_flags()]
                 run([*compiler, *flags, "-c", source, "-o", object_file])
-                run([*compiler, "-shared", object_file, *link, "-lm", "-o", part])
+                run([*compiler, *EXACT, "-shared", object_file, *link, "-lm", "-o", part])
                 # Do not replace a library that was published meanwhile: a process on another
                 # machine may use it, and over NFS a page of a replaced file may be unreadable.
                 library = _open(path)
