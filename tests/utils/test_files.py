@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pdecay
-from pdecay._utils.files import check_output_file, replacing
+from pdecay._utils.files import check_output_file, lock, replacing
 
 
 @pytest.fixture
@@ -126,3 +126,16 @@ def test_folders_that_cannot_be_flushed(tmp_path, monkeypatch, code):
         with pytest.raises(OSError, match=os.strerror(code)):
             pdecay.save(state, path)
     assert torch.equal(pdecay.load(path)["weight"], state["weight"])
+
+
+def test_file_system_without_locks_is_reported(tmp_path, monkeypatch):
+    """Lustre has locks only if it is mounted with the option flock."""
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(file, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="no file locks") as caught, lock(tmp_path):
+        pass
+    assert caught.value.filename == str(tmp_path)

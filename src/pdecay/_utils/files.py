@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 _UNFINISHED = ".part"
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM, errno.EBADF)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 _TOKEN = 4  # random bytes in the name of a temporary file
 
 
@@ -148,6 +149,7 @@ def lock(folder: Path, name: str = ".lock", *, wait: bool = False) -> Iterator[N
 
     Raises:
         LockedError: another process holds the lock, and `wait` is False.
+        OSError: the folder's file system has no locks, such as Lustre without the option `flock`.
     """
     import fcntl  # missing on Windows, where the rest of this module works
 
@@ -159,4 +161,9 @@ def lock(folder: Path, name: str = ".lock", *, wait: bool = False) -> Iterator[N
                 f"another process is using {folder}: wait for it to finish, or choose another "
                 "folder"
             ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            message = "This file system has no file locks, choose a folder on another one"
+            raise OSError(error.errno, message, str(folder)) from error
         yield
