@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -197,6 +198,19 @@ exec cc "$@"
 """)
     compiler.chmod(0o755)
     assert run(TRY, tmp_path / "cache", CC=compiler) == "loaded\nloaded"
+
+
+def test_headers_in_the_current_folder_are_not_used(tmp_path, monkeypatch):
+    """An empty part of CPATH is the current folder, which may belong to another user."""
+    monkeypatch.chdir(tmp_path)
+    Path("math.h").write_text("#error foreign header")
+    assert run(LOAD, tmp_path / "cache", CPATH=":/usr/local/include") == "loaded"
+
+
+def test_compiler_by_a_relative_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_cc").symlink_to(build._compiler()[0])
+    assert run(LOAD, tmp_path / "cache", CC="./my_cc") == "loaded"
 
 
 def test_compiler_messages_that_are_not_utf8(tmp_path):

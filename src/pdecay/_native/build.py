@@ -34,7 +34,7 @@ from pathlib import Path
 
 __all__ = ["KernelUnavailable", "load"]
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).absolute().parent
 TIMEOUT = 60.0  # seconds, for one run of the compiler and before the last one starts
 NO_RUNTIME = "none"  # for kernels that run on one thread
 DIGEST_SIZE = hashlib.sha256().digest_size
@@ -236,10 +236,15 @@ def _tunings() -> list[tuple[str, ...]]:
 
 
 def _run(command: list[str], folder: str) -> None:
-    """Run the compiler, with its temporary files in `folder`, which must be private too."""
+    """Run the compiler in `folder`, which must be private, with its temporary files.
+
+    With an empty part, such as that of `CPATH=:/opt/include`, the variables of the compiler name
+    the current folder. Other users may have put headers or libraries there.
+    """
     try:
         done = subprocess.run(
             command,
+            cwd=folder,
             env={**os.environ, **NO_COMPILER_CACHE, "TMPDIR": folder, "LC_ALL": "C"},  # in English
             stdin=subprocess.DEVNULL,  # a wrapper of the compiler must not read the user's input
             capture_output=True,
@@ -268,7 +273,7 @@ def _compiler() -> list[str]:
     for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
         path = shutil.which(command[0])
         if path:
-            return [path, *command[1:]]
+            return [os.path.abspath(path), *command[1:]]  # it runs in another folder
     raise KernelUnavailable(f"no C compiler found ({given[0] if given else 'cc, gcc, clang'})")
 
 
