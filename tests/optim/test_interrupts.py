@@ -8,6 +8,7 @@ import torch
 
 import pdecay
 from pdecay import Lp
+from pdecay._optim import interrupts
 
 
 class Interrupted(torch.optim.SGD):
@@ -145,3 +146,41 @@ def test_steps_in_other_threads_change_no_handlers():
     thread.start()
     thread.join()
     assert {*found} == {signal.getsignal(signal.SIGINT)}  # torch may run hooks of subclasses twice
+
+
+def test_signal_while_the_handlers_are_restored_is_not_lost(monkeypatch):
+    _, optimizer = sparse_optimizer()
+    set_handler = interrupts._signal.signal
+
+    def set_late(number, handler):
+        if handler is signal.default_int_handler:
+            signal.raise_signal(number)
+        set_handler(number, handler)
+
+    monkeypatch.setattr(interrupts._signal, "signal", set_late)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+
+
+def test_ctrl_c_works_after_the_handler_of_a_failed_step_was_saved_and_restored():
+    _, optimizer = sparse_optimizer()
+
+    def fail():
+        raise OSError("no data")
+
+    original = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(OSError, match="no data"):
+            optimizer.step(fail)
+        saved = signal.signal(signal.SIGINT, lambda *_: None)  # as a training framework does
+        optimizer.step()
+        signal.signal(signal.SIGINT, saved)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            optimizer.step()
+        optimizer.numbers = (signal.SIGINT,)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    finally:
+        signal.signal(signal.SIGINT, original)
