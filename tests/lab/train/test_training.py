@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -387,6 +388,20 @@ def test_unloadable_method_state_fails_before_training(tmp_path, thing, monkeypa
     with pytest.raises(TypeError, match=r"state_dict\(\) of AdamWMethod's run must hold numbers"):
         train(settings_of("adamw"), tmp_path)
     assert not (tmp_path / "pwned").exists()
+
+
+def test_settings_of_numpy_resume(tmp_path):
+    settings = Settings.of(
+        np.str_("digits"),
+        np.str_("padam"),
+        scale=np.str_("quick"),
+        seed=np.int64(1),
+        steps=np.int64(STEPS),
+        metric=np.str_("adaptive"),
+    )
+    assert settings.id == settings_of("padam", seed=1, lr=0.003, lam=0.01, metric="adaptive").id
+    record, pieces = in_pieces(settings, tmp_path, every=15)
+    assert (record["id"], pieces) == (settings.id, 2)
 
 
 def test_partial_files_are_removed(tmp_path):

@@ -34,12 +34,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         get_task(self.task, self.scale)  # raises for unknown names
-        check_count("seed", self.seed, least=0)
-        check_count("steps", self.steps)
         lr = check_number("lr", self.lr)
         if not lr:
             raise ValueError(f"lr must be above 0, got {self.lr!r}")
+        # Plain types: a checkpoint with the integers or strings of NumPy could not be loaded.
+        object.__setattr__(self, "seed", check_count("seed", self.seed, least=0))
+        object.__setattr__(self, "steps", check_count("steps", self.steps))
         object.__setattr__(self, "lr", lr)
+        for name in ("task", "scale", "method"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         object.__setattr__(self, "options", _full_options(self.method, self.options))
 
     @classmethod
@@ -114,4 +117,15 @@ def _as_declared(name: str, value: object, kind: object) -> object:
         raise TypeError(f"option {name} must be a number or a string, got {value!r}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"option {name} must be finite, got {value!r}")
+    return _plain(value)
+
+
+def _plain(value: object) -> object:
+    """Convert strings and numbers of subclasses, such as NumPy's, to Python's own types."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int(value)
     return value
