@@ -390,6 +390,24 @@ def test_unloadable_method_state_fails_before_training(tmp_path, thing, monkeypa
     assert not (tmp_path / "pwned").exists()
 
 
+def test_method_state_that_becomes_unloadable_fails_at_the_first_checkpoint(tmp_path, monkeypatch):
+    class Late(Run):
+        losses = ()
+
+        def after_step(self):
+            self.losses = [*self.losses, np.float64(1)]
+
+        def state_dict(self):
+            return {"losses": [*self.losses]}
+
+    monkeypatch.setattr(
+        METHODS["adamw"], "start", lambda self, model, *_: Late(torch.optim.SGD(model.parameters()))
+    )
+    with pytest.raises(TypeError, match="could not be loaded, because it holds numpy"):
+        train(settings_of("adamw"), tmp_path, checkpoint_every=0)
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
 def test_settings_of_numpy_resume(tmp_path):
     settings = Settings.of(
         np.str_("digits"),

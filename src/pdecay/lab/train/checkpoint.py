@@ -24,9 +24,23 @@ class DamagedError(Exception):
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Replace a checkpoint by a new state, atomically."""
+    """Replace a checkpoint by a new state, atomically.
+
+    Raises:
+        TypeError: if the state has objects with which :func:`load` would refuse the file. A method
+            may add them at any step, and a run would be lost when it resumes.
+    """
     buffer = io.BytesIO()
     torch.save(state, buffer)
+    buffer.seek(0)
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if refused:
+        raise TypeError(
+            f"a checkpoint of this run could not be loaded, because it holds "
+            f"{', '.join(sorted(refused))}: the state of a method and its optimizer must be "
+            "numbers, strings and tensors, and lists and dicts of them (float(x) converts a "
+            "number of NumPy)"
+        )
     body = buffer.getbuffer()
     with replacing(path) as file:
         file.write(body)
