@@ -6,6 +6,8 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 from sweep_processes import workers_of
@@ -41,3 +43,21 @@ def test_twenty_kills_change_no_record(
     assert min(killed.values()) > 0
     assert records_of(out) == undisturbed
     each_cell_once(None, out, "sweep", cells=8)
+
+
+def test_sigterm_to_all_processes_writes_checkpoints(tmp_path):
+    command = "sweep digits --method padam --lam 0.01 0.02 --steps 200000 --workers 2"
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "pdecay", *command.split(), "--out", tmp_path],
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len([*tmp_path.glob("runs/*/.lock")]) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.killpg(launcher.pid, signal.SIGTERM)  # as timeout and job schedulers do
+        assert launcher.wait(timeout=60) == 130
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert len([*tmp_path.glob("runs/*/checkpoint.pt")]) == 2

@@ -343,13 +343,14 @@ class Launcher:
 
 
 def _start_server() -> None:
-    """Start the process that forks the workers, if it does not run, with SIGINT blocked.
+    """Start the process that forks the workers, if it does not run, with both signals blocked.
 
-    Ctrl-C in a terminal is sent to all processes and would interrupt its imports. The launcher
-    receives a signal that arrives meanwhile.
+    Ctrl-C in a terminal, ``timeout`` and job schedulers send a signal to all processes. It would
+    end the workers, which inherit the block, before they write a checkpoint. The launcher receives
+    a signal that arrives meanwhile, and asks the workers to stop.
     """
-    resource_tracker.ensure_running()  # here, because it unblocks SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    resource_tracker.ensure_running()  # here, because it unblocks both
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         forkserver.ensure_running()
     finally:
