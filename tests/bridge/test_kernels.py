@@ -130,8 +130,10 @@ def test_c_and_python_sweeps_agree(needs_native, penalty):
 
 
 def packable(rng, *shape):
-    """Return numbers that 16 bits represent exactly."""
-    return np.asfortranarray(rng.integers(-100, 100, shape) / 64)
+    """Return numbers that are exact with 16 bits: multiples of each column's largest / 32767."""
+    x = rng.integers(-32767, 32768, shape)
+    x[0] = 32767
+    return np.asfortranarray(x / 2**15)
 
 
 @pytest.mark.parametrize("d", [1, 4, 7, 200])
@@ -174,15 +176,23 @@ def test_products_with_a_packed_matrix(kernels, shape):
     np.testing.assert_allclose(kernels.packed_correlate(packed, r), x.T @ r / 2, atol=1e-5)
 
 
-def test_packed_numbers_are_rounded(kernels):
+def test_packed_columns_have_their_own_scale(kernels):
     x = np.array([[1.0, 1 + 1e-3, -3.14159, 0.0, 1e30, 1e-30, 1 + 2**-8 + 2**-20]])
     rounded = [
         float(kernels.packed_times(kernels.pack(x, 1.0), np.eye(7, dtype=np.float32)[j])[0])
         for j in range(7)
     ]
-    np.testing.assert_allclose(rounded, x[0], rtol=2**-8)
-    assert rounded[0] == 1
+    np.testing.assert_allclose(rounded, x[0], rtol=1e-6)
     assert rounded[3] == 0
+
+
+def test_packed_numbers_are_accurate_relative_to_the_largest_of_their_column(kernels):
+    rng = np.random.default_rng(0)
+    x = np.asfortranarray(rng.standard_normal((50, 9)) * 10.0 ** np.arange(-4, 5))
+    packed = kernels.pack(x, 1.0)
+    columns = [kernels.packed_times(packed, one) for one in np.eye(9, dtype=np.float32)]
+    errors = np.abs(np.stack(columns, axis=1) - x).max(axis=0)
+    assert (errors <= 0.51 / 32767 * np.abs(x).max(axis=0)).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 2), (30, 9)])

@@ -1,7 +1,7 @@
 /* Products with X and linear systems for Newton's method (p > 1), included by bridge.c.
  *
  * bridge_pack, bridge_packed and bridge_solve store X in 16 bits a number, because the time to read it limits the linear
- * systems, and a copy that is accurate to 0.2 % is enough for them. All functions use one thread: with two, a fit took more
+ * systems, and a copy with a relative error of about 1e-4 is enough for them. All functions use one thread: with two, a fit took more
  * than ten times as long while other processes used the processor, because an iteration waits for both.
  */
 enum { LINE = 16 };         /* single-precision numbers in a cache line */
@@ -46,42 +46,42 @@ static float dot_single(int64_t n, const float *a, const float *b)
     return sum;
 }
 
-static uint32_t upper_half(double value)
-{
-    union { float number; uint32_t bits; } a = { (float)value };
-    return (a.bits + 0x7fff + (a.bits >> 16 & 1)) >> 16;        /* rounded to even */
-}
+/* The numbers of a pair of 16-bit integers, times 2^16. */
+static inline float first(uint32_t pair) { return (float)(int32_t)(pair & 0xffff0000u); }
 
-static inline float first(uint32_t pair)
-{
-    union { uint32_t bits; float number; } a = { pair & 0xffff0000u };
-    return a.number;
-}
+static inline float second(uint32_t pair) { return (float)(int32_t)(pair << 16); }
 
-static inline float second(uint32_t pair)
-{
-    union { uint32_t bits; float number; } a = { pair << 16 };
-    return a.number;
-}
-
-/* Store pairs of columns of factor * X as pairs of bfloat16, the upper halves of single precision numbers. A column of
- * pairs has `rows` >= n of them. The caller has set `packed` to zero. */
-void bridge_pack(int64_t n, int64_t d, const double *x, double factor, int64_t rows, uint32_t *packed)
+/* Store pairs of columns of factor * X as pairs of 16-bit integers, which are multiples of 2^16 * scales[j]. A column of
+ * pairs has `rows` >= n of them. The caller has set `packed` and `scales` to zero. */
+void bridge_pack(int64_t n, int64_t d, const double *x, double factor, int64_t rows, uint32_t *packed, float *scales)
 {
     for (int64_t j = 0; j < d; j++) {
+        const double *a = x + j * n;
         uint32_t *pairs = packed + j / 2 * rows;
-        for (int64_t i = 0; i < n; i++) pairs[i] |= upper_half(factor * x[j * n + i]) << (j % 2 ? 0 : 16);
+        double most = 0;
+#pragma omp simd reduction(max : most)
+        for (int64_t i = 0; i < n; i++) most = fabs(a[i]) > most ? fabs(a[i]) : most;
+        double inverse = 32767 / most;
+        if (!(inverse <= DBL_MAX)) continue;        /* a column of zeros, or nearly */
+        scales[j] = (float)(factor * most / (32767.0 * 65536.0));
+        if (j % 2)
+            for (int64_t i = 0; i < n; i++)
+                pairs[i] |= (uint32_t)(int32_t)(a[i] * inverse + (a[i] < 0 ? -0.5 : 0.5)) & 0xffffu;
+        else
+            for (int64_t i = 0; i < n; i++)
+                pairs[i] = (uint32_t)(int32_t)(a[i] * inverse + (a[i] < 0 ? -0.5 : 0.5)) << 16;
     }
 }
 
 /* Unless u is null, sums = X' u; unless result is null, result = X (weights * sums), for a packed X whose numbers of
  * rows and columns are multiples of 16 and 8. Eight columns at a time, so that u and the result are loaded less often. */
-void bridge_packed(int64_t n, int64_t d, const uint32_t *x, const float *weights, const float *u, float *sums,
-                   float *result)
+void bridge_packed(int64_t n, int64_t d, const uint32_t *x, const float *scales, const float *weights, const float *u,
+                   float *sums, float *result)
 {
     for (int64_t i = 0; result && i < n; i++) result[i] = 0;
     for (int64_t j = 0; j < d; j += 8) {
         const uint32_t *a = x + j / 2 * n, *b = a + n, *c = b + n, *e = c + n;
+        const float *unit = scales + j;
         float *s = sums + j;
         if (u) {
             float s0 = 0, s1 = 0, s2 = 0, s3 = 0, s4 = 0, s5 = 0, s6 = 0, s7 = 0;
@@ -97,41 +97,41 @@ void bridge_packed(int64_t n, int64_t d, const uint32_t *x, const float *weights
                 s7 += second(e[i]) * u[i];
             }
             s[0] = s0, s[1] = s1, s[2] = s2, s[3] = s3, s[4] = s4, s[5] = s5, s[6] = s6, s[7] = s7;
+            for (int k = 0; k < 8; k++) s[k] *= unit[k];
         }
         if (!result) continue;
-        const float *w = weights + j;
-        float w0 = w[0] * s[0], w1 = w[1] * s[1], w2 = w[2] * s[2], w3 = w[3] * s[3];
-        float w4 = w[4] * s[4], w5 = w[5] * s[5], w6 = w[6] * s[6], w7 = w[7] * s[7];
+        float w[8];
+        for (int k = 0; k < 8; k++) w[k] = weights[j + k] * s[k] * unit[k];
         for (int64_t line = 0; line < n; line += LINE) {
             for (int k = 4; k < 8; k++) __builtin_prefetch(a + k * n + line);   /* the next columns */
 #pragma omp simd
             for (int64_t i = line; i < line + LINE; i++)
-                result[i] += w0 * first(a[i]) + w1 * second(a[i]) + w2 * first(b[i]) + w3 * second(b[i])
-                           + w4 * first(c[i]) + w5 * second(c[i]) + w6 * first(e[i]) + w7 * second(e[i]);
+                result[i] += w[0] * first(a[i]) + w[1] * second(a[i]) + w[2] * first(b[i]) + w[3] * second(b[i])
+                           + w[4] * first(c[i]) + w[5] * second(c[i]) + w[6] * first(e[i]) + w[7] * second(e[i]);
         }
     }
 }
 
-/* z = (r - P P' r) / rest for an n x m matrix P in single precision and column order. */
-static void precondition(int64_t n, int64_t m, const float *p, double rest, const float *r, float *z)
+/* z = (r - P P' r) / rest for an n x m matrix P in single precision and column order; r and z have `rows` >= n numbers. */
+static void precondition(int64_t rows, int64_t n, int64_t m, const float *p, double rest, const float *r, float *z)
 {
     float inverse = (float)(1 / rest);
-    for (int64_t i = 0; i < n; i++) z[i] = r[i];
+    for (int64_t i = 0; i < rows; i++) z[i] = r[i];
     for (int64_t j = 0; j < m; j++) {
         const float *a = p + j * n;
         float sum = dot_single(n, a, r);
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) z[i] -= sum * a[i];
     }
-    for (int64_t i = 0; i < n; i++) z[i] *= inverse;
+    for (int64_t i = 0; i < rows; i++) z[i] *= inverse;
 }
 
 /* Solve (I + X diag(weights) X') solution = r for a packed X by conjugate gradients, until the residual, which
  * replaces r, is at most `accuracy`; products = X' solution. The preconditioner is (I - P P') / rest, with m columns
- * in P. `work` has room for 3 n + d numbers. Returns the number of iterations, or -1 without convergence. */
-int64_t bridge_solve(int64_t n, int64_t d, const uint32_t *x, const float *weights, int64_t m, const float *p,
-                     double rest, double accuracy, int64_t most, float *r, float *solution, float *products,
-                     float *work)
+ * in P, which has a row for each of the samples that the n rows contain. `work` has room for 3 n + d numbers. Returns the number of iterations, or -1 without convergence. */
+int64_t bridge_solve(int64_t n, int64_t d, const uint32_t *x, const float *scales, const float *weights, int64_t samples,
+                     int64_t m, const float *p, double rest, double accuracy, int64_t most, float *r,
+                     float *solution, float *products, float *work)
 {
     float *direction = work, *image = direction + n, *z = image + n, *sums = z + n;
     double product = 0;
@@ -139,12 +139,12 @@ int64_t bridge_solve(int64_t n, int64_t d, const uint32_t *x, const float *weigh
     for (int64_t j = 0; j < d; j++) products[j] = 0;
     for (int64_t iteration = 1; iteration <= most; iteration++) {
         double before = product;
-        precondition(n, m, p, rest, r, z);
+        precondition(n, samples, m, p, rest, r, z);
         product = dot_single(n, r, z);
         if (!(product > 0)) return -1;      /* rounding errors, or overflow */
         float share = before > 0 ? (float)(product / before) : 0;
         for (int64_t i = 0; i < n; i++) direction[i] = z[i] + share * direction[i];
-        bridge_packed(n, d, x, weights, direction, sums, image);
+        bridge_packed(n, d, x, scales, weights, direction, sums, image);
         for (int64_t i = 0; i < n; i++) image[i] += direction[i];
         double curvature = dot_single(n, direction, image);
         float length = (float)(product / (curvature > 0 ? curvature : 1));

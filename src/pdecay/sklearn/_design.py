@@ -57,9 +57,12 @@ class DenseDesign:
         """Return ``u = X' t`` and ``X (base + weights * u)``, reading X once."""
         return kernels().through(self.x, t, base, weights)
 
-    def columns(self, indices: Indices) -> Floats:
-        """Return some columns."""
-        return np.asarray(self.x[:, indices])
+    def columns(self, indices: Indices, factor: float) -> Singles:
+        """Return some columns of ``factor * X`` in single precision."""
+        rows: Singles = np.multiply(
+            self.x.T[indices], factor, dtype=np.float32, casting="same_kind"
+        )
+        return rows.T
 
     def rough(self, factor: float) -> RoughDense:
         """Return ``factor * X`` in lower precision."""
@@ -124,9 +127,10 @@ class SparseDesign:
         u = self.correlate(t)
         return u, -self.residual(np.zeros_like(t), base + weights * u)
 
-    def columns(self, indices: Indices) -> Floats:
-        """Return some columns."""
-        return np.asarray(self.x[:, indices].toarray() - np.outer(self.roots, self.means[indices]))
+    def columns(self, indices: Indices, factor: float) -> Singles:
+        """Return some columns of ``factor * X`` in single precision."""
+        x = self.x[:, indices].toarray() - np.outer(self.roots, self.means[indices])
+        return np.asarray(factor * x, dtype=np.float32)
 
     def rough(self, factor: float) -> RoughSparse:
         """Return ``factor * X`` in lower precision."""

@@ -131,25 +131,22 @@ class CompiledKernels(PythonKernels):
     def pack(self, x: Floats, factor: float) -> Packed:
         n, d = x.shape
         rows, columns = -(-n // _LINE) * _LINE, -(-d // _COLUMNS) * _COLUMNS
-        words = _aligned_zeros(columns // 2 * rows, np.uint32)
+        words, scales = _aligned_zeros(columns // 2 * rows, np.uint32), _aligned_zeros(columns)
         self._library.bridge_pack(
-            _int(n), _int(d), _of(x, "F"), ctypes.c_double(factor), _int(rows), _of(words)
-        )
-        return Packed(words, rows, columns, (n, d))
+            _int(n), _int(d), _of(x, "F"), ctypes.c_double(factor), _int(rows), _of(words),
+            _of(scales),
+        )  # fmt: skip
+        return Packed(words, scales, rows, columns, (n, d))
 
     def packed_times(self, x: Packed, w: Singles) -> Singles:
         result, sums = _aligned_zeros(x.rows), _padded(w, x.columns)
         ones = np.ones(x.columns, dtype=np.float32)
-        self._library.bridge_packed(
-            _int(x.rows), _int(x.columns), _of(x.words), _of(ones), None, _of(sums), _of(result)
-        )
+        self._library.bridge_packed(*_matrix(x), _of(ones), None, _of(sums), _of(result))
         return result[: x.shape[0]]
 
     def packed_correlate(self, x: Packed, r: Singles) -> Singles:
         sums, r = np.empty(x.columns, dtype=np.float32), _padded(r, x.rows)
-        self._library.bridge_packed(
-            _int(x.rows), _int(x.columns), _of(x.words), None, _of(r), _of(sums), None
-        )
+        self._library.bridge_packed(*_matrix(x), None, _of(r), _of(sums), None)
         return sums[: x.shape[1]]
 
     def solve(
@@ -157,14 +154,12 @@ class CompiledKernels(PythonKernels):
         most: int,
     ) -> tuple[Singles, Singles, bool]:  # fmt: skip
         n, d = x.shape
-        p = np.zeros((x.rows, inverse.p.shape[1]), dtype=np.float32, order="F")
-        p[:n] = inverse.p
         weights, residual = _padded(weights, x.columns), _padded(right, x.rows)
         solution = _aligned_zeros(x.rows)
         products, work = _aligned_zeros(x.columns), _aligned_zeros(3 * x.rows + x.columns)
         done = self._library.bridge_solve(
-            _int(x.rows), _int(x.columns), _of(x.words), _of(weights), _int(p.shape[1]),
-            _of(p, "F"), ctypes.c_double(inverse.rest), ctypes.c_double(accuracy), _int(most),
+            *_matrix(x), _of(weights), _int(n), _int(inverse.p.shape[1]), _of(inverse.p, "F"),
+            ctypes.c_double(inverse.rest), ctypes.c_double(accuracy), _int(most),
             _of(residual), _of(solution), _of(products), _of(work),
         )  # fmt: skip
         return solution[:n], products[:d], done >= 0
@@ -174,6 +169,7 @@ class Packed(NamedTuple):
     """A matrix with 16 bits for each number, padded with zeros to whole cache lines."""
 
     words: NDArray[np.uint32]
+    scales: Singles  # of the columns
     rows: int
     columns: int
     shape: tuple[int, int]
@@ -190,6 +186,11 @@ def _padded(values: Singles, count: int) -> Singles:
     result = _aligned_zeros(count)
     result[: len(values)] = values
     return result
+
+
+def _matrix(x: Packed) -> tuple[Any, ...]:
+    """Return the arguments for a packed matrix."""
+    return _int(x.rows), _int(x.columns), _of(x.words), _of(x.scales)
 
 
 def _penalty(terms: Terms) -> Any:

@@ -14,12 +14,12 @@ system with the matrix ``I + X diag(W) X'``, which has one row for each sample.
   both linearised. A step that leads to the pair ``(w_j, u_j)`` is followed by the projection to the
   pair with the same ``w_j + u_j / c`` that satisfies the second equation: ``w_j`` is the prox of
   ``w_j + u_j / c``. This is much closer to the solution where a small coefficient changes by more
-  than its own size. The others are left as they are, because the prox takes long. c is what ``u_j``
-  loses if ``w_j`` grows by one and the other coefficients follow.
+  than its own size. The others are left as they are. c is what ``u_j`` loses if ``w_j`` grows by
+  one and the other coefficients follow.
 
-The steps use a copy of X in low precision, in the linear systems and at first in both equations.
-Once the equations hold up to the errors of the copy, they are computed exactly, and further steps
-correct what is left.
+The steps use a copy of X in low precision. The exact X is needed from time to time only: products
+with it are known for one w and t, and the copy is accurate enough for the changes since then. Once
+the equations hold up to the errors of the copy, the products are computed again.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from typing import NamedTuple
 import numpy as np
 
 from pdecay.sklearn._design import Design
-from pdecay.sklearn._kernels import kernels
 from pdecay.sklearn._systems import Systems
 from pdecay.sklearn._terms import Floats, Terms
 
-_MOST_STEPS = 50
+_MOST_STEPS = 100
 _SHRINK, _MOST_SHRINKS = 1.25, 120  # multiples of the residual that are tried as a start
 _HALVINGS = 30
 _DECREASE = 1e-4  # of the decrease that the slope promises
 _ROUNDING = 1e-14
-_ROUGH = 2e-3  # residual, relative to y, at which the copy of X is not accurate enough
+_ROUGH = 3e-4  # decrease of the residual until it is computed with the exact X again
 _ACCURACY = 0.1  # of the first linear system
-_LEAST_ACCURACY, _MOST_ACCURACY = 0.1, 0.01  # more than the second is not worth while with the copy
-_SLOW, _MOST_SLOW = 0.5, 2  # exact steps with a smaller decrease until the copy is given up
+_LEAST_ACCURACY = 0.05  # of the others
+_SLOW, _MOST_SLOW = 0.5, 2  # exact residuals with a smaller decrease until the copy is given up
 _NEAR = 4  # times the limit from which on the coordinate steps are computed
 _TARGET = 0.5  # accuracy of the last linear systems, relative to the goal
 # For p > 2, where R'' is zero at zero: least curvature, relative to its mean, to the unexplained
@@ -50,6 +49,8 @@ _LEAST_CURVATURE, _LEAST_SHARE, _FLAT = 0.02, 0.05, 1e-12
 _SHARE_CHANGE = 0.1  # at which the iteration for the share ends
 _FEW_STEPS = 12  # after which the share is halved in each step
 _NEARBY = 0.1  # changes, relative to the coefficient, up to which it is not projected
+_PROJECTION_STEPS = 2
+_SMALL = 1e-3  # least u_j in the start, relative to the mean
 
 
 class Point(NamedTuple):
@@ -92,10 +93,12 @@ def minimise(
     scale = float(np.linalg.norm(y))
     systems = Systems(design)
     t, u, w = _start(design, systems, y, terms, w)
-    exact, steps = False, 0
-    slow = 0
+    known, known_fit = np.zeros_like(w), np.zeros_like(y)  # the last exact product with X
+    fresh = exact = False  # whether to compute exactly now, and whether this has happened
+    steps = slow = 0
     accuracy = _ACCURACY * min(1.0, max(abs(p - 2) for p, _ in terms.pairs))
-    size = before = scale
+    size = exact_size = scale
+    goal = max(_ROUGH * scale, limit)
     while True:
         curvature, slope = _curvature(terms, w, design.norms), terms.slope(w)
         if not dual:
@@ -106,43 +109,45 @@ def minimise(
         weights = np.where(used, 1 / curvature, 0.0)
         # The w at which the linearised R' is u.
         base = w - weights * slope
-        if exact:
+        if fresh:
             u, fitted = design.through(t, base, weights)
         middle = base + weights * u
-        if not exact:
-            fitted = systems.times(middle)
+        if fresh:
+            known, known_fit, exact = middle, fitted, True
+        else:
+            fitted = known_fit + systems.times(middle - known)
         right = y - fitted - t
         before, size = size, float(np.linalg.norm(right))
         mismatch = np.where(used, slope - u, 0.0)
         left = size + float(np.abs(mismatch / roots).max(initial=0.0))
         last = not np.isfinite(left) or steps >= min(most_steps, _MOST_STEPS)
-        goal = limit if exact else max(_ROUGH * scale, limit)
-        if exact and (left <= _NEAR * limit or last):
-            r = y - fitted
-            q = design.correlate(r)
-            # A coordinate step is at most the gradient divided by sqrt(L_j).
-            gradient = (terms.slope(middle) - q)[used] / roots[used]
-            if last or np.abs(gradient).max(initial=0.0) <= limit:
-                return Point(middle, r, q), steps
-        if not exact and (size <= goal or last):
-            exact, accuracy, size = True, _MOST_ACCURACY, scale
+        if fresh:
+            if left <= _NEAR * limit or last:
+                r = y - fitted
+                q = design.correlate(r) if systems.exact else u + systems.correlate(r - t)
+                # A coordinate step is at most the gradient divided by sqrt(L_j).
+                gradient = (terms.slope(middle) - q)[used] / roots[used]
+                if last or np.abs(gradient).max(initial=0.0) <= limit:
+                    return Point(middle, r, q), steps
+            slow += size > _SLOW * exact_size
+            if slow == _MOST_SLOW:
+                systems.exact = True
+            exact_size, goal = size, max(_ROUGH * size, limit)
+        elif size <= goal or last:
+            fresh = True
             continue
         if steps:
             # The share of the residual that the next step leaves: as that of the last step, which
             # its linear system did not explain, times the decrease.
             decrease = size / (before or 1.0)  # the residual is 0 for a perfect fit
             accuracy = abs(decrease - accuracy) * decrease ** (1 if dual else 0.5)
-            slow += exact and size > _SLOW * before
-            if slow == _MOST_SLOW:
-                systems.exact = True
         accuracy = max(min(accuracy, _LEAST_ACCURACY), min(_TARGET * goal / (size or 1.0), 0.5))
-        if exact and not systems.exact:
-            accuracy = max(accuracy, _MOST_ACCURACY)
         step, products = systems.solve(weights, right, accuracy)
         steps += 1
-        if systems.exact and not exact:  # its solutions are those of the exact equations
-            exact, size = True, scale
+        if systems.exact and not fresh:  # its solutions are those of the exact equations
+            fresh, size = True, scale
             continue
+        fresh = systems.exact
         if dual and exact == systems.exact:  # products and the equations have the same X
             t, u = _line_search(y, terms, (t, u), (step, products), -float(right @ step))
         else:
@@ -154,8 +159,19 @@ def minimise(
             far = np.abs(moved - w) > _NEARBY * np.abs(w)
             c = np.maximum(unexplained[far], curvature.mean())
             w = moved.copy()
-            w[far] = kernels().prox(terms, moved[far] + u[far] / c, 1 / c, moved[far])
+            w[far] = _project(terms, moved[far] + u[far] / c, c)
         w = np.where(used, w, 0.0)
+
+
+def _project(terms: Terms, z: Floats, c: Floats) -> Floats:
+    """Return the w with ``w + R'(w) / c = z`` to about two digits, if every p is above 2."""
+    size = np.abs(z)
+    bounds = [(c * size / lam) ** (1 / (p - 1)) for p, lam in terms.pairs]
+    w = np.min([size, *bounds], axis=0)
+    # R' is convex: Newton's method comes down from the bound.
+    for _ in range(_PROJECTION_STEPS):
+        w = w - (w + terms.slope(w) / c - size) / (1 + terms.curvature(w) / c)
+    return np.asarray(np.sign(z) * w)
 
 
 def _curvature(terms: Terms, w: Floats, norms: Floats) -> Floats:
@@ -198,7 +214,11 @@ def _start(
         size = np.linalg.norm(y) / np.sqrt(design.norms.sum())
         curvature = max(terms.slope(np.array([size]))[0] / size, _FLAT * design.norms.mean())
         t, u = systems.solve(np.full_like(w, 1 / curvature), y, _ACCURACY)
-        w = u / curvature
+        # R* is a concave function of u^2. With its tangent instead, the dual problem is a linear
+        # system, whose solution has a lower dual objective.
+        sizes = np.maximum(np.abs(u), _SMALL * np.abs(u).mean())
+        t, u = systems.solve(terms.conjugate_slope(sizes) / sizes, y, _ACCURACY)
+        w = terms.conjugate_slope(u)
     return t, u, np.where(design.norms > 0, w, 0.0)
 
 

@@ -21,7 +21,7 @@ _LARGEST = 3000  # of the rows of a factorised matrix, which then has 72 MB
 _FEWEST_ITERATIONS = 30
 _FACTORISATION = 3  # rows / iterations at which a factorisation takes as long
 _MOST_HEAVY, _HEAVY = 128, 3  # most features in the preconditioner; also relative to sqrt(d)
-_CHANGE = 1.5  # of the weights, up to which a preconditioner is used again
+_CHANGE = 3.0  # of the weights, up to which a preconditioner is used again
 _SMALL = 1e-8
 
 
@@ -115,7 +115,7 @@ class Systems:
         if not (len(heavy) and np.isfinite(rest)):
             return self._no_inverse()
         # By the Woodbury identity: P = X U^-1 with U' U = X' X + diag(rest / weights).
-        x: Singles = (self.design.columns(heavy) / self.scale).astype(np.float32)
+        x: Singles = self.design.columns(heavy, 1 / self.scale)
         matrix = (x.T @ x).astype(np.float64)
         matrix.flat[:: len(heavy) + 1] += rest / (weights[heavy] * self.scale**2)
         factor, failed = linalg.lapack.dpotrf(matrix, overwrite_a=True)
