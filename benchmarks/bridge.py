@@ -220,9 +220,27 @@ def compare(cases: list[Case], repeats: int = REPEATS) -> dict[str, Any]:
     return {"summary": summary, "rows": rows}
 
 
+def equal_fit(x: np.ndarray, y: np.ndarray, p: float, lasso: float) -> float:
+    """Return the lam at which the residual has the size of the Lasso's, for p > 1."""
+
+    def residual(p: float, lam: float) -> float:
+        return float(np.linalg.norm(y - x @ bridge(x, y, p, lam)))
+
+    goal, low, high = residual(1, lasso), np.log(lasso) - 3, np.log(lasso) + 15
+    for _ in range(14):
+        middle = (low + high) / 2
+        low, high = (middle, high) if residual(p, np.exp(middle)) < goal else (low, middle)
+    return float(np.exp(middle))
+
+
 def norms() -> dict[str, Any]:
-    """Compare the time of other p with that of p = 1/2 where the same correlations enter."""
-    grid = [0.5, 0, 0.1, 0.3, 2 / 3, 0.8, 0.9, 0.95, 1, 1.1, 1.2, 1.5, 1.8, 2, 2.2, 2.5, 3, 4]
+    """Compare the time of other p with that of p = 1/2.
+
+    For p < 1, lam is that at which the same correlations enter as with the Lasso. For p > 1 there
+    are two: the lam with the fit of the Lasso, and the Lasso's lam itself, a much weaker penalty.
+    """
+    below = [0.5, 0, 0.1, 0.3, 2 / 3, 0.8, 0.9, 0.95, 1]
+    above = [1.1, 1.2, 1.5, 1.8, 2, 2.2, 2.5, 3, 4]
     parts = {
         "wide": problems(FIRST_SEED + 700, SIZES),
         "tall": problems(FIRST_SEED + 800, TALL_SIZES),
@@ -231,19 +249,27 @@ def norms() -> dict[str, Any]:
     for name, cases in parts.items():
         for case, level, make in cases:
             x, y, _ = make()
-            lams = {p: strength(x, y, min(p, 1), level) for p in grid}
+            lasso = strength(x, y, 1, level)
+            lams = {f"{p:.2f}": (p, strength(x, y, p, level)) for p in below}
+            lams |= {f"{p:.2f}": (p, equal_fit(x, y, p, lasso)) for p in above}
+            lams |= {f"{p:.2f} weak": (p, lasso) for p in above}
             calls = {
-                f"{p:.2f}": lambda x=x, y=y, p=p, lam=lams[p]: bridge(x, y, p, lam) for p in grid
+                key: lambda x=x, y=y, p=p, lam=lam: bridge(x, y, p, lam)
+                for key, (p, lam) in lams.items()
             }
             found = timed(calls, repeats=3)
             base = found["0.50"][1]
             row = {**case, "level": level, "seconds_of_one_half": base}
-            row["ratio"] = {p: seconds / base for p, (_, seconds) in found.items()}
-            row["features"] = {p: int(np.count_nonzero(w)) for p, (w, _) in found.items()}
+            row["ratio"] = {key: seconds / base for key, (_, seconds) in found.items()}
+            row["features"] = {key: int(np.count_nonzero(w)) for key, (w, _) in found.items()}
+            row["explained"] = {
+                key: 1 - float(((y - x @ w) ** 2).sum() / (y**2).sum())
+                for key, (w, _) in found.items()
+            }
             rows[name].append(row)
-            print(case, json.dumps({p: round(ratio, 2) for p, ratio in row["ratio"].items()}))
+            print(case, json.dumps({key: round(ratio, 2) for key, ratio in row["ratio"].items()}))
     summary = {
-        name: {f"{p:.2f}": statistics.median(row["ratio"][f"{p:.2f}"] for row in own) for p in grid}
+        name: {key: statistics.median(row["ratio"][key] for row in own) for key in own[0]["ratio"]}
         for name, own in rows.items()
     }
     print("time relative to p = 1/2:", json.dumps(summary, indent=2))
