@@ -1,5 +1,6 @@
 """Tests of the kernel build: compilers, failures, and side effects on the process."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,23 @@ def test_fast_math_of_the_compiler_variable_is_cancelled(tmp_path, flag):
     print((torch.full((8,), 1e-40) * 1).min().item() > 0)
     """
     assert run(code, tmp_path, CC=f"{build._compiler()[0]} {flag}") == "True"
+
+
+def test_sanitizers_of_the_compiler_variable_are_cancelled(tmp_path):
+    """The address sanitizer ends a process that loads a library with it."""
+    assert run(LOAD, tmp_path, CC=f"{build._compiler()[0]} -fsanitize=address") == "loaded"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_cpp_compiler_compiles_c(tmp_path):
+    """As C++, functions have other names: the library was cached, but nothing could be called."""
+    code = """
+    from pdecay._native.build import load
+    from pdecay.sklearn._kernels import CompiledKernels
+    load("step").pdecay_adam, CompiledKernels()
+    print("found")
+    """
+    assert run(code, tmp_path, CC="g++") == "found"
 
 
 def test_compiler_does_not_read_the_input_of_the_process(tmp_path):

@@ -43,10 +43,15 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 # Not -ffast-math: it would break the rounding trick of fastpow.h and hide NaN, and gcc before 13
 # links a library that has it with crtfastmath.o, which flushes denormals in the whole process.
-# These options, to compile and to link with, cancel it in `CC`.
-EXACT = ("-O2", "-fno-fast-math", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
+# These options, to compile and to link with, cancel it in `CC`. They also cancel sanitizers there:
+# that of addresses ends a process that loads a library with it.
+EXACT = (
+    *("-O2", "-fno-fast-math", "-fno-unsafe-math-optimizations", "-fno-finite-math-only"),
+    "-fno-sanitize=all",
+)
 COMMON = (
     *EXACT,
+    *("-x", "c"),  # a C++ compiler in `CC` would change the names of the functions
     "-std=c11",
     "-fPIC",
     "-ftree-vectorize",
