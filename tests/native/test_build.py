@@ -272,6 +272,25 @@ def test_fork_during_a_build_does_not_deadlock_the_child(filled):
     assert run(code, filled) == "7"
 
 
+def test_signal_handler_may_load_during_a_build(tmp_path):
+    """Such as one that counts zeros or saves a model before a cluster ends the job."""
+    code = """
+    import faulthandler, signal
+    from pdecay._native import build
+    faulthandler.dump_traceback_later(60, exit=True)  # ends a deadlock
+    original = build._run
+    def interrupted(*args, **kwargs):
+        build._run = original
+        signal.raise_signal(signal.SIGUSR1)
+        return original(*args, **kwargs)
+    build._run = interrupted
+    signal.signal(signal.SIGUSR1, lambda *_: build.load("ranking", False))
+    build.load("bridge", False)
+    print(sorted(build._loaded))
+    """
+    assert run(code, tmp_path / "cache") == "['bridge', 'ranking']"
+
+
 def test_forked_process_that_exits_does_not_disturb_the_build(tmp_path):
     code = """
     import os, sys, threading

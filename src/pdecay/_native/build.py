@@ -84,14 +84,14 @@ class KernelUnavailable(RuntimeError):  # noqa: N818 (a state of this machine, n
     """A kernel cannot be compiled or loaded; the message gives the reason in one line."""
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may load a kernel while its thread builds one
 _loaded: dict[str, ctypes.CDLL | KernelUnavailable] = {}
 
 
 def _renew_lock() -> None:
     """Replace the lock: in a forked process, no thread would release a lock that was held."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
