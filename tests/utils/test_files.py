@@ -128,6 +128,15 @@ def test_folders_that_cannot_be_flushed(tmp_path, monkeypatch, code):
     assert torch.equal(pdecay.load(path)["weight"], state["weight"])
 
 
+def test_lock_keeps_a_file_of_the_same_name(tmp_path):
+    """It may belong to another program, or be another user's link to a file of this user."""
+    (tmp_path / "own").write_text("content")
+    (tmp_path / ".lock").symlink_to(tmp_path / "own")
+    with lock(tmp_path):
+        pass
+    assert (tmp_path / "own").read_text() == "content"
+
+
 def test_file_system_without_locks_is_reported(tmp_path, monkeypatch):
     """Lustre has locks only if it is mounted with the option flock."""
     fcntl = pytest.importorskip("fcntl")

@@ -153,7 +153,7 @@ def lock(folder: Path, name: str = ".lock", *, wait: bool = False) -> Iterator[N
     """
     import fcntl  # missing on Windows, where the rest of this module works
 
-    with open(folder / name, "wb") as file:
+    with open(folder / name, "ab") as file:  # "wb" would erase a file of another program
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
