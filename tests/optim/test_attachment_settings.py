@@ -145,6 +145,16 @@ class TestGroups:
         optimizer.step()
         assert same([matrix.detach(), vector.detach()], expected)
 
+    @pytest.mark.parametrize("own", [DECAY, DECAY.pairs()], ids=["same object", "equal pairs"])
+    def test_own_decay_includes_vectors_if_it_equals_the_default(self, own, exact, same):
+        vector = weight(4)
+        with_gradient(vector)
+        expected = decayed(sgd_step(vector), vector)
+        optimizer = SGD([{"params": [vector], "decay": own}], lr=LR)
+        attach(optimizer, DECAY, **exact)
+        optimizer.step()
+        assert same([vector.detach()], [expected])
+
     @pytest.mark.parametrize("none", [None, []])
     def test_none_means_no_decay(self, none, exact, same):
         param = weight()

@@ -49,6 +49,8 @@ class Defaults:
     penalty: Penalty | None
     auxiliary: list[float] = field(default_factory=list)
     metric: str | None = None  # None for optimizers other than PAdam
+    # Whether a wrapper such as ZeroRedundancyOptimizer may have copied them into the groups.
+    may_be_in_groups: bool = True
 
 
 def write_settings(group: Group, defaults: Defaults) -> None:
@@ -58,7 +60,6 @@ def write_settings(group: Group, defaults: Defaults) -> None:
         TypeError, ValueError: if a setting is invalid; the group is then unchanged.
     """
     penalty = as_penalty(group["decay"]) if "decay" in group else defaults.penalty
-    # A wrapper such as ZeroRedundancyOptimizer copies the default into the groups.
     own = "decay" in group and not _is_default(group["decay"], defaults)
     if penalty is not None:
         check_not_flattened(group.get("params", ()))
@@ -270,6 +271,8 @@ def check_metric(metric: object, auxiliary: Sequence[float] = ()) -> None:
 
 
 def _is_default(decay: object, defaults: Defaults) -> bool:
+    if not defaults.may_be_in_groups:
+        return False
     if isinstance(decay, Penalty):
         return decay is defaults.penalty
     return isinstance(decay, list) and bool(decay) and as_penalty(decay) == defaults.penalty

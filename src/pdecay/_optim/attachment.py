@@ -88,7 +88,7 @@ def attach(
     check_flag("fused", fused, optional=True)
     if step not in ("decay", "prox"):
         raise ValueError(f'step must be "decay" or "prox", got {step!r}')
-    defaults = Defaults(as_penalty(decay), as_plain(auxiliary))
+    defaults = Defaults(as_penalty(decay), as_plain(auxiliary), may_be_in_groups=False)
     if step == "prox" and defaults.auxiliary:
         raise ValueError(
             'step="prox" uses no auxiliary variable: auxiliary must be Instant() or None, '
