@@ -190,3 +190,20 @@ class TestSeveralOptimizers:
         assert all(one.param_groups[0]["decay_scale"] > 0 for one in optimizers)
         with pytest.raises(ValueError, match="the list of optimizers is empty"):
             SparsityTarget([], 0.5, STEPS)
+
+
+@pytest.mark.parametrize("rank", ["adaptive", "magnitude"])
+def test_parameters_of_two_optimizers_count_once(rank):
+    torch.manual_seed(0)
+    encoder, heads = nn.Linear(16, 32), [nn.Linear(32, 4), nn.Linear(32, 4)]
+    optimizers = [PAdam([*encoder.parameters(), *head.parameters()], lr=1e-2) for head in heads]
+    target = SparsityTarget(optimizers, 0.5, STEPS, rank=rank)
+    for _ in range(STEPS):
+        x = torch.randn(32, 16)
+        for head, optimizer in zip(heads, optimizers, strict=True):
+            optimizer.zero_grad()
+            output = head(encoder(x).relu())
+            nn.functional.cross_entropy(output, x[:, :4].argmax(1)).backward()
+            optimizer.step()
+    whole = nn.ModuleList([encoder, *heads])
+    assert target.sparsity == pdecay.sparsity(whole, 0).total == 0.5

@@ -169,9 +169,13 @@ def make_pools(
             "does not have any more. Code that shards a model replaces its parameters: create the "
             "target after it, with the new ones"
         )
+    seen: set[Tensor] = set()  # optimizers of a list may share parameters, such as an encoder
     for group in groups:
         initial = group.get("target_initial", [])  # shorter if parameters were appended just now
         for i, param in steered(group, trained):
+            if param in seen:
+                continue
+            seen.add(param)
             zeros = min(max(0, initial[i]), param.numel()) if i < len(initial) else 0
             if per_layer is True or param in own_targets:
                 pools.append(Pool([param], own_targets.get(param, target), zeros))
