@@ -131,12 +131,37 @@ def test_bad_milestones_change_nothing(milestones, restart, message):
 
 def test_lam_schedule_with_a_target_is_refused():
     optimizer = an_optimizer()
-    schedule = LamSchedule(optimizer, [(0, 1.0), (5, 0.0)])
+    schedule = LamSchedule(optimizer, [(0, 1.0), (5, 0.5)])
     pdecay.SparsityTarget(optimizer, 0.5, 10)
     with pytest.raises(ValueError, match="both set decay_scale"):
         schedule.step()
     with pytest.raises(ValueError, match="both set decay_scale"):
         LamSchedule(optimizer, [(0, 1.0)])
+
+
+def test_lam_schedule_that_ends_at_0_warns_of_released_zeros():
+    with pytest.warns(UserWarning, match="weights that are zero move again") as caught:
+        LamSchedule(an_optimizer(), [(0, 1.0), (5, 0.0)])
+    assert caught[0].filename == __file__
+    LamSchedule(an_optimizer(Lp(2, 0.5)), [(0, 1.0), (5, 0.0)])  # makes no zeros
+
+
+def test_lam_schedule_does_not_undo_freeze_zeros():
+    optimizer = an_optimizer()
+    schedule = LamSchedule(optimizer, [(0, 1.0)])
+    schedule.step()
+    pdecay.freeze_zeros(optimizer)
+    with pytest.raises(ValueError, match="would let the weights decay again after freeze_zeros"):
+        schedule.step()
+    saved = optimizer.state_dict(), schedule.state_dict()
+    resumed = an_optimizer()
+    schedule = LamSchedule(resumed, [(0, 1.0)])
+    resumed.load_state_dict(saved[0])
+    schedule.load_state_dict(saved[1])
+    assert resumed.param_groups[0]["decay_scale"] == optimizer.param_groups[0]["decay_scale"]
+    resumed.param_groups[0]["decay_scale"] = 1.0
+    schedule.step()
+    assert schedule.last_step == 2
 
 
 def test_rejects_optimizer_without_decay():

@@ -214,6 +214,8 @@ def test_decay_with_a_learning_rate_of_0_is_refused(steer):
     [
         ({"decay_lr": 0.0}, "only the decay keeps zeros at zero"),
         ({"decay": [[2.0, 0.1]]}, "zero is a fixed point only for some p < 2"),
+        ({"decay": None}, "decay was set to None under a SparsityTarget"),
+        ({"decay": []}, r"decay was set to \[\] under a SparsityTarget"),
     ],
 )
 def test_settings_that_would_release_the_zeros_are_refused(change, message, step):
@@ -221,11 +223,11 @@ def test_settings_that_would_release_the_zeros_are_refused(change, message, step
     optimizer = padam(model, Lp(0.8, 1))
     target = SparsityTarget(optimizer, 0.9, STEPS)
     train(model, optimizer, target, step)
-    before = target.sparsity
+    before = zero_share(weights(model))
     optimizer.param_groups[0].update(change)
     with pytest.raises(ValueError, match=message):
         train(model, optimizer, target, step + 1, start=step)
-    assert target.sparsity == before
+    assert zero_share(weights(model)) == before
 
 
 def test_learning_rate_function_that_turns_the_decay_off_is_refused():
@@ -266,6 +268,22 @@ def test_turning_the_decay_off_after_the_ramp_is_refused(options):
     with pytest.raises(ValueError, match="decay_scale was set to 0"):
         train(model, optimizer, target, STEPS, start=STEPS - 1)
     assert target.sparsity == before
+
+
+@pytest.mark.parametrize("rank", ["adaptive", "magnitude"])
+def test_zeros_that_were_frozen_stay_zero_before_the_ramp(rank):
+    model = build()
+    with torch.no_grad():
+        for weight in weights(model):
+            weight.masked_fill_(torch.rand_like(weight) < 0.5, 0.0)
+    zeros = [weight == 0 for weight in weights(model)]
+    optimizer = padam(model, Lp(0.8, 1))
+    freeze_zeros(optimizer)
+    target = SparsityTarget(optimizer, 0.9, STEPS, rank=rank)
+    for step in range(STEPS):
+        train(model, optimizer, target, step + 1, start=step)
+        assert all(bool((w[z] == 0).all()) for w, z in zip(weights(model), zeros, strict=True))
+    assert zero_share(weights(model)) == pytest.approx(0.9, abs=1e-3)
 
 
 def test_existing_zeros_count():
@@ -378,6 +396,26 @@ def test_freeze_zeros_warns_of_zero_tensors_that_do_not_decay():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         freeze_zeros(PAdam(param_groups(model)))
+
+
+@pytest.mark.parametrize("decay", [None, [], [[2.0, 0.1]], Lp(2, 0.1)])
+@pytest.mark.parametrize("make", [padam, psgd, attached])
+def test_decay_that_releases_frozen_zeros_is_refused(make, decay):
+    model = build()
+    with torch.no_grad():
+        model[0].weight[:8] = 0
+    optimizer = make(model, Lp(0.8, 1))
+    freeze_zeros(optimizer)
+    train(model, optimizer, None, 2)
+    before = [param.detach().clone() for param in model.parameters()]
+    group = optimizer.param_groups[0]
+    group["decay"] = decay
+    with pytest.raises(ValueError, match=r"keeps zeros at zero \(freeze_zeros"):
+        train(model, optimizer, None, 3, start=2)
+    assert all(map(torch.equal, before, model.parameters()))
+    group["decay_scale"] = 1.0
+    train(model, optimizer, None, 3, start=2)
+    assert bool((model[0].weight[:8] != 0).any())
 
 
 def test_freeze_zeros_rejects_p_2():

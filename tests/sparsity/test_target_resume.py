@@ -10,7 +10,7 @@ from torch import nn
 
 import pdecay
 from pdecay import Lp, PAdam, SparsityTarget, attach
-from pdecay._sparsity.freezing import HOLD
+from pdecay._core.group_settings import HOLD
 from tests.sparsity.training import (
     STEPS,
     assert_equal,

@@ -39,6 +39,9 @@ from pdecay._core.validation import check_flag, check_number
 Group = dict[str, Any]
 Metric = Literal["magnitude", "adaptive"]
 _WITH_SHAPE = {Tensor, Parameter}
+# The decay_scale that keeps zeros at zero: too small to change a nonzero weight, and large enough
+# to stay above 0 in single precision.
+HOLD = 1e-30
 DECAY_KEYS = ("decay", "decay_scale", "decay_lr", "decay_1d", "decay_auxiliary")
 
 
@@ -68,6 +71,7 @@ def write_settings(group: Group, defaults: Defaults) -> None:
     one_d = group.get("decay_1d", own)
     check_not_differentiable(group)
     check_flag("decay_1d", one_d)
+    _check_keeps_zeros(penalty, scale)
     plain: Group = {
         "decay": penalty.pairs() if penalty is not None else [],
         "decay_scale": _checked_scale(scale, group.get("params", ())),
@@ -113,7 +117,9 @@ def check_changes(group: Group) -> None:
     "decay" is checked by :func:`penalty_of`, learning rates in the step.
     """
     check_not_differentiable(group)
-    _checked_scale(group["decay_scale"], group["params"])
+    scale = _checked_scale(group["decay_scale"], group["params"])
+    if scale == HOLD or isinstance(scale, list):
+        _check_keeps_zeros(penalty_of(group), scale)
     if group["decay_auxiliary"] != []:
         group["decay_auxiliary"] = as_plain(group["decay_auxiliary"])
 
@@ -267,6 +273,17 @@ def check_metric(metric: object, auxiliary: Sequence[float] = ()) -> None:
         raise ValueError(
             'metric="adaptive" supports no slow auxiliary variable: auxiliary must be Instant() or '
             f"None, got [n, rate, start] = {list(auxiliary)}"
+        )
+
+
+def _check_keeps_zeros(penalty: Penalty | None, scale: object) -> None:
+    """Raise ValueError if zeros that must stay zero would move, because the decay was changed."""
+    held = HOLD in scale if isinstance(scale, list) else scale == HOLD
+    if held and (penalty is None or not penalty.absorbs):
+        raise ValueError(
+            f"decay_scale = {HOLD:g} keeps zeros at zero (freeze_zeros, SparsityTarget), but the "
+            f"decay was changed to {penalty}, which does not: keep some p < 2 with lam > 0. It "
+            "changes no other weight. To release the zeros, set decay_scale to 1"
         )
 
 

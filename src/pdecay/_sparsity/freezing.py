@@ -11,14 +11,11 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from pdecay._core.group_settings import Group, decayed_params, penalty_of
+from pdecay._core.group_settings import HOLD, Group, decayed_params, penalty_of
 from pdecay._core.parameters import released_in
 from pdecay._optim.attachment import attachment_of, complete_groups, is_decaying
 from pdecay._optim.hooks import check_not_local, unwrap, unwrapping
 from pdecay._utils.user_warnings import warn_user
-
-# Too small to change a nonzero weight, and large enough to stay above 0 in single precision.
-HOLD = 1e-30
 
 
 def freeze_zeros(optimizer: Optimizer | Sequence[Optimizer]) -> None:

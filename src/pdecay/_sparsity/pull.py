@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pdecay._core.group_settings import Group
+from pdecay._core.group_settings import HOLD, Group
 from pdecay._core.penalty import as_penalty
 from pdecay._optim.attachment import attachment_of
 from pdecay._optim.engine import decay_rate
-from pdecay._sparsity.freezing import HOLD
 from pdecay._sparsity.pools import Pool
 from pdecay._sparsity.ranking import kth_magnitude
 

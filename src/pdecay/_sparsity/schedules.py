@@ -18,11 +18,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from pdecay._core.group_settings import Group
+from pdecay._core.group_settings import HOLD, Group, penalty_of
 from pdecay._core.validation import check_count, check_number
 from pdecay._optim.attachment import complete_groups
 from pdecay._sparsity.freezing import decaying
 from pdecay._sparsity.target import target_of
+from pdecay._utils.user_warnings import warn_user
 
 Milestones = Sequence[tuple[int, float | Sequence[float]]]
 
@@ -140,7 +141,9 @@ class LamSchedule(_Schedule):
 
     The decay follows the learning rate and its schedule, as in AdamW. To schedule it
     independently, set the group's ``"decay_lr"`` and schedule the multiplier. A
-    :class:`SparsityTarget` sets the multiplier itself, so the two cannot be combined.
+    :class:`SparsityTarget` sets the multiplier itself, so the two cannot be combined. A multiplier
+    of 0 lets zeros move again. To end the decay and keep the zeros, stop the schedule and call
+    :func:`freeze_zeros`.
     """
 
     def __init__(
@@ -153,6 +156,36 @@ class LamSchedule(_Schedule):
         if any(len(value) != 1 for value in self._values):
             raise ValueError("a milestone of LamSchedule is a step and one number")
         self._write()
+        self._warn_of_release()
+
+    def step(self) -> None:
+        """Advance by one step; call this after ``optimizer.step()``."""
+        if self._frozen() and target_of(self.optimizer) is None:
+            raise ValueError(
+                "LamSchedule would let the weights decay again after freeze_zeros: do not step it "
+                "any more, or set decay_scale to 1 first"
+            )
+        super().step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the step of a checkpoint, with the milestones of this schedule."""
+        frozen = self._frozen()
+        super().load_state_dict(state_dict)
+        for group in frozen:  # freeze_zeros ended the schedule before the checkpoint
+            group["decay_scale"] = HOLD
+
+    def _frozen(self) -> list[Group]:
+        return [group for group in self._decaying() if group["decay_scale"] == HOLD]
+
+    def _warn_of_release(self) -> None:
+        scales = [scale for (scale,) in self._values]
+        falls = any(scales[i] > 0 and scales[i + 1] == 0 for i in range(len(scales) - 1))
+        penalties = map(penalty_of, self._decaying())
+        if falls and any(penalty and penalty.absorbs for penalty in penalties):
+            warn_user(
+                "LamSchedule: at a multiplier of 0 nothing decays, and weights that are zero move "
+                "again. To keep them, end at a tiny multiplier such as 1e-20, or call freeze_zeros"
+            )
 
     def _write(self) -> None:
         if target_of(self.optimizer) is not None:

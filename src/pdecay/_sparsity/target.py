@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pdecay._core.group_settings import Group
+from pdecay._core.group_settings import HOLD, Group
 from pdecay._core.ramp import check_ramp, check_target, cubic_ramp, ramp_steps
 from pdecay._core.validation import check_count, check_number
 from pdecay._optim.attachment import complete_groups, is_decaying
@@ -45,7 +45,7 @@ from pdecay._optim.hooks import (
     only_creates_state,
 )
 from pdecay._optim.state_precision import FLOAT16_CAUSE, FLOAT16_REMEDY
-from pdecay._sparsity.freezing import HOLD, decaying_list, hold_zeros, zero_keeping_groups
+from pdecay._sparsity.freezing import decaying_list, hold_zeros, zero_keeping_groups
 from pdecay._sparsity.lost_zeros import ZeroWatch
 from pdecay._sparsity.metric import (
     Rank,
@@ -277,8 +277,7 @@ class SparsityTarget:
         complete_state(list(self._groups()), self.target, self._end)
         if self.last_step >= self._begin:  # a schedule may have changed p, a user the rate
             zero_keeping_groups(optimizer, "SparsityTarget")
-        if self.last_step >= self._end:
-            check_not_released(optimizer.param_groups)
+        check_not_released(optimizer.param_groups, ended=self.last_step >= self._end)
         if _has_stepped(optimizer):  # another optimizer of the list skipped the last step
             self._advance()
         # Without a pull, the measurement only finds out whether the step was finite.

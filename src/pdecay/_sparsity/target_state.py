@@ -20,9 +20,8 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pdecay._core.group_settings import Group, decays
+from pdecay._core.group_settings import HOLD, Group, decays
 from pdecay._optim.hooks import local_optimizer
-from pdecay._sparsity.freezing import HOLD
 from pdecay._sparsity.pools import Trained, steered
 from pdecay._sparsity.ranking import count_zeros
 
@@ -67,7 +66,8 @@ def complete_state(groups: list[Group], target: float, end: int) -> None:
             group.update(state, target_sparsity=target, target_initial=initial)
             group["target_means"] = [0.0] * len(group["params"])
             group["target_stepped"] = 0
-            group["decay_scale"] = 0.0
+            if group.get("decay_scale") != HOLD:  # else freeze_zeros was called: zeros stay zero
+                group["decay_scale"] = 0.0
 
 
 def warn_of_lost_state(optimizers: Iterable[Optimizer]) -> None:
@@ -78,21 +78,27 @@ def warn_of_lost_state(optimizers: Iterable[Optimizer]) -> None:
         return
     scales = [group["decay_scale"] for group in decayed if group["decay_scale"] != 1]
     if scales:
+        moves = "" if scales[0] == HOLD else ", and zeros may move until it begins"
         warnings.warn(
             f"the optimizer has taken steps with decay_scale={scales[0]}, as under a "
-            "SparsityTarget, but has no state of one: the ramp starts at step 0, and zeros may "
-            "move until it begins. To resume a run with torch.distributed.checkpoint, create the "
-            "target before get_optimizer_state_dict",
+            f"SparsityTarget, but has no state of one: the ramp starts at step 0{moves}. To "
+            "resume a run with torch.distributed.checkpoint, create the target before "
+            "get_optimizer_state_dict",
             stacklevel=3,
         )
 
 
-def check_not_released(groups: Iterable[Group]) -> None:
-    """Raise ValueError if the decay of weights that took part in a finished ramp was turned off."""
+def check_not_released(groups: Iterable[Group], *, ended: bool) -> None:
+    """Raise ValueError if the decay of weights that took part in a ramp was turned off.
+
+    Before the end of the ramp, the target itself sets the scale.
+    """
     for group in groups:
-        if max(group["target_initial"], default=-1) >= 0 and 0 in _scales(group):
+        turned_off = ended and 0 in _scales(group)
+        if max(group["target_initial"], default=-1) >= 0 and (turned_off or not group["decay"]):
+            setting = "decay_scale" if turned_off else "decay"
             raise ValueError(
-                "decay_scale was set to 0 after the ramp of a SparsityTarget, and only the decay "
+                f"{setting} was set to {group[setting]} under a SparsityTarget, and only the decay "
                 "keeps zeros at zero; leave it, or detach() the target"
             )
 
