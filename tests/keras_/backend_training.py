@@ -157,6 +157,23 @@ def test_accumulation_and_averages_reach_the_target(digits):
     assert history["loss"][-1] < history["loss"][0]
 
 
+def test_zeros_that_were_frozen_stay_zero_under_a_target(digits):
+    model = compiled(pk.PAdam(1e-2, decay=Lp(0.8, 1e-2)))
+    first = model.layers[0].kernel
+    kept = np.random.default_rng(0).random(first.shape) < 0.5
+    first.assign(ops.convert_to_numpy(first) * kept)
+    pk.freeze_zeros(model.optimizer)
+
+    class Check(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            weight = np.array(ops.convert_to_numpy(self.model.layers[0].kernel))
+            assert not weight[~kept].any()
+
+    fit(model, digits, 3, callbacks=[pk.SparsityTarget(0.8), Check()])
+    count, size = zeros(model)
+    assert count == round(0.8 * size)
+
+
 @pytest.mark.skipif(BACKEND == "jax", reason="Keras on JAX needs a new optimizer")
 def test_target_leaves_frozen_layers_alone(digits):
     model = compiled(pk.PAdam(1e-2, decay=Lp(0.8, 1e-2)))

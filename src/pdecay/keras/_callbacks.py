@@ -114,7 +114,8 @@ class SparsityTarget(SparsityLogger):
         self._before, self._is_new = None, True
         self._first = self._step = _steps(optimizer)
         if self._step == 0 or self._step < self._begin:
-            optimizer.decay_scale.assign(0.0)
+            if not 0 < float(optimizer.decay_scale) <= 2 * HOLD:  # else freeze_zeros was called
+                optimizer.decay_scale.assign(0.0)
         elif self._step >= self._end:
             missing = _missing_zeros(_magnitudes(optimizer), self.target)
             if missing > 0 or float(optimizer.decay_scale) > 2 * HOLD:
