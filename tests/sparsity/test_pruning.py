@@ -386,6 +386,17 @@ class TestBoth:
         assert pruning.sparsity_now > 0.2
         assert count_zeros([model[0].weight]) > 0
 
+    def test_chosen_params_that_were_replaced_are_an_error(self, prune):
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        prune(optimizer, params=[model[0].weight])
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())  # as sharding does
+        optimizer.param_groups[0]["params"][0] = model[0].weight
+        before = model[2].weight.detach().clone()
+        with pytest.raises(RuntimeError, match="that the optimizer does not have any more"):
+            train(model, optimizer, 1)
+        assert torch.equal(before, model[2].weight)
+
     def test_prunes_added_groups(self, prune):
         model = network()
         optimizer = torch.optim.Adam(model[0].parameters(), lr=0.02)

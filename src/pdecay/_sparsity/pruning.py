@@ -88,6 +88,16 @@ class _Pruning(StepHooks):
         shown = ", ".join(f"{key}={value!r}" for key, value in self.state_dict().items())
         return f"{type(self).__name__}({shown})"
 
+    def before_step(self, *, has_closure: bool) -> None:
+        """Check that the optimizer still has the chosen parameters."""
+        known = {param for group in self.optimizer.param_groups for param in group["params"]}
+        if missing := [tuple(one.shape) for one in self._chosen or () if one not in known]:
+            raise RuntimeError(
+                f"params of {type(self).__name__} has tensors, of shapes {missing}, that the "
+                "optimizer does not have any more. Code that shards a model replaces its "
+                "parameters: create the pruning after it, with the new ones"
+            )
+
     def after_step(self) -> None:
         """Count the step and prune."""
         if not is_skipped(self.optimizer) and not only_creates_state(self.optimizer):
@@ -254,6 +264,7 @@ class GradualMagnitudePruning(_Pruning):
 
     def before_step(self, *, has_closure: bool) -> None:
         """Remember the zeros."""
+        super().before_step(has_closure=has_closure)
         self._zeros = []
         if self.sparsity_at(self.last_step):
             # Momentum moves weights that were frozen but kept their gradients.
