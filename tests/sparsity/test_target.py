@@ -286,6 +286,18 @@ def test_zeros_that_were_frozen_stay_zero_before_the_ramp(rank):
     assert zero_share(weights(model)) == pytest.approx(0.9, abs=1e-3)
 
 
+def test_checkpoint_without_a_target_warns_if_the_ramp_starts_over():
+    model = build()
+    optimizer = padam(model, Lp(0.8, 1))
+    without = copy.deepcopy(optimizer.state_dict())
+    target = SparsityTarget(optimizer, 0.9, STEPS)
+    optimizer.load_state_dict(without)  # the usual order: nothing is lost
+    train(model, optimizer, target, 20)
+    with pytest.warns(UserWarning, match="its ramp starts over after 20 steps"):
+        optimizer.load_state_dict(without)
+    assert target.last_step == 0
+
+
 def test_existing_zeros_count():
     model = build()
     with torch.no_grad():

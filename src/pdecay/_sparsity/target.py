@@ -68,6 +68,7 @@ from pdecay._sparsity.target_state import (
     result_of_ramp,
     warn_of_lost_state,
 )
+from pdecay._utils.user_warnings import warn_user
 
 _TOLERANCE = 0.01  # a share of zeros that is lower by more than this misses the target
 _LAG = 0.1  # share of the ramp that a pulled weight has to shrink before it is set to zero
@@ -260,6 +261,11 @@ class SparsityTarget:
         self._steering.clear()
         self._updates.clear()
         groups = [dict(group) for group in state_dict["param_groups"]]
+        if self.last_step and not any("target_step" in group for group in groups):
+            warn_user(
+                f"the checkpoint has no state of this SparsityTarget: its ramp starts over after "
+                f"{self.last_step} steps, and zeros may move until it begins"
+            )
         complete_state(groups, self.target, self._end)
         return {**state_dict, "param_groups": groups}
 
