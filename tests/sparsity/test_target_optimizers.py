@@ -207,3 +207,26 @@ def test_parameters_of_two_optimizers_count_once(rank):
             optimizer.step()
     whole = nn.ModuleList([encoder, *heads])
     assert target.sparsity == pdecay.sparsity(whole, 0).total == 0.5
+
+
+@pytest.mark.parametrize("make", ["PAdam", "attach"])
+@pytest.mark.parametrize("pull", [0, 1])
+@pytest.mark.parametrize("frequencies", [(2, 1), (1, 3)])
+def test_optimizers_that_step_at_different_frequencies_reach_the_target(make, pull, frequencies):
+    model = build()
+    optimizers = []
+    for weight in weights(model):
+        cls = PAdam if make == "PAdam" else torch.optim.Adam
+        optimizers.append(cls([weight], lr=1e-2))
+        if make == "attach":
+            attach(optimizers[-1], Lp(0.8, 1e-2))
+    target = SparsityTarget(optimizers, 0.75, total_steps=20, pull=pull)
+    for step in range(20):
+        for optimizer, frequency in zip(optimizers, frequencies, strict=True):
+            for _ in range(frequency):
+                before = zeros(weights(model))
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                optimizer.step()
+                assert zeros(weights(model)) >= before or target.last_step < 3
+    assert zeros(weights(model)) >= round(0.75 * size(weights(model)))

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from pdecay._core.group_settings import HOLD, Group
 from pdecay._core.ramp import check_ramp, check_target, cubic_ramp, ramp_steps
 from pdecay._core.validation import check_count, check_number
-from pdecay._optim.attachment import complete_groups, is_decaying
+from pdecay._optim.attachment import attachment_of, complete_groups, is_decaying
 from pdecay._optim.hooks import (
     StepHooks,
     check_not_local,
@@ -92,7 +92,8 @@ class SparsityTarget:
         target: the share of the decayed weights that must be exactly zero, above 0 and below 1.
             Weights that do not require a gradient at the step of their optimizer are neither pruned
             nor counted.
-        total_steps: the number of optimizer steps of the training.
+        total_steps: the number of optimizer steps of the training; for a list, those of the
+            optimizer that steps most often.
         start, end: the start and the end of the ramp, as shares of `total_steps`. After the end,
             the nonzero weights train without decay.
         per_layer: True ranks each tensor by itself, so that each ends at the target. A mapping
@@ -111,9 +112,10 @@ class SparsityTarget:
             memory of a copy of the weights.
 
     Parameters that are added or unfrozen during the ramp join it. With rank="adaptive", a tensor
-    joins it at its first gradient, or at its end. A group that is added after the
-    end of the ramp is neither decayed nor pruned. On many ranks (DDP, FSDP2, tensor parallelism,
-    ZeroRedundancyOptimizer) the result is that of one process.
+    joins it at its first gradient, or at its end. Parameters that are added or unfrozen after the
+    end of the ramp are neither decayed nor pruned. Zeros that the model already has may move until
+    the ramp begins; to keep them, call :func:`freeze_zeros` first. On many ranks (DDP, FSDP2,
+    tensor parallelism, ZeroRedundancyOptimizer) the result is that of one process.
     """
 
     def __init__(
@@ -271,8 +273,11 @@ class SparsityTarget:
 
     # Steps
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Copy weights, to scale their update and to measure how far the step moves them."""
+    def before_step(self, optimizer: Optimizer) -> bool:
+        """Copy weights, to scale their update and to measure how far the step moves them.
+
+        Return whether weights or scales may have changed, because the last step was counted now.
+        """
         if not is_decaying(optimizer):
             raise RuntimeError(
                 "the decay, which keeps the zeros of this SparsityTarget, was detached from the "
@@ -284,7 +289,8 @@ class SparsityTarget:
         if self.last_step >= self._begin:  # a schedule may have changed p, a user the rate
             zero_keeping_groups(optimizer, "SparsityTarget")
         check_not_released(optimizer.param_groups, ended=self.last_step >= self._end)
-        if _has_stepped(optimizer):  # another optimizer of the list skipped the last step
+        is_late = _has_stepped(optimizer)  # another optimizer of the list skipped the last step
+        if is_late:
             self._advance()
         # Without a pull, the measurement only finds out whether the step was finite.
         step = self.last_step + 1
@@ -296,6 +302,7 @@ class SparsityTarget:
             self._watch.check(_steered_params(optimizer), step)
         if self._is_stage(step) or (self.pull and self._begin <= step <= self._end):
             self._probes.before_step(optimizer, _steered_params(optimizer))
+        return is_late
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Measure the step, and advance once all optimizers took theirs."""
@@ -442,7 +449,10 @@ class _Hooks(StepHooks):
         self.target = target
 
     def before_step(self, *, has_closure: bool) -> None:
-        self.target.before_step(self.optimizer)
+        changed = self.target.before_step(self.optimizer)
+        attachment = attachment_of(self.optimizer)
+        if changed and attachment is not None:  # it has copied the weights without the new zeros
+            attachment.before_step(has_closure=has_closure)
 
     def after_step(self) -> None:
         self.target.after_step(self.optimizer)
