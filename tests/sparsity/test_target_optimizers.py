@@ -192,6 +192,15 @@ class TestSeveralOptimizers:
             SparsityTarget([], 0.5, STEPS)
 
 
+@pytest.mark.parametrize("kind", [pytorch_optimizer.LOMO, pytorch_optimizer.AdaLOMO])
+def test_optimizers_that_update_in_the_backward_pass_are_refused(kind):
+    optimizer = kind(build(), lr=1e-2)
+    with pytest.raises(TypeError, match=r"updates the weights in fused_backward\(\)"):
+        attach(optimizer, Lp(0.8, 1e-2))
+    with pytest.raises(TypeError, match=r"where GradualMagnitudePruning acts"):
+        pdecay.GradualMagnitudePruning(optimizer, 0.9, STEPS)
+
+
 @pytest.mark.parametrize("rank", ["adaptive", "magnitude"])
 def test_parameters_of_two_optimizers_count_once(rank):
     torch.manual_seed(0)

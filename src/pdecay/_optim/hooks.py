@@ -265,6 +265,11 @@ def check_takes_hooks(optimizer: object, caller: str) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{caller} needs a torch.optim.Optimizer, got {name}")
+    if hasattr(optimizer, "fused_backward"):  # LOMO and AdaLOMO
+        raise TypeError(
+            f"{name} updates the weights in fused_backward() and never calls step(), where "
+            f"{caller} acts; use an optimizer that updates them in step()"
+        )
     try:
         for register in (
             optimizer.register_step_pre_hook,
