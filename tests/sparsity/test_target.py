@@ -298,6 +298,20 @@ def test_checkpoint_without_a_target_warns_if_the_ramp_starts_over():
     assert target.last_step == 0
 
 
+def test_lost_zeros_are_reported_after_a_resume_past_the_ramp():
+    model = build()
+    optimizer = padam(model, Lp(0.8, 1))
+    train(model, optimizer, SparsityTarget(optimizer, 0.9, STEPS))
+    resumed = padam(model, Lp(0.8, 1))
+    resumed.load_state_dict(optimizer.state_dict())
+    target = SparsityTarget(resumed, 0.9, STEPS)
+    train(model, resumed, target, STEPS + 2, start=STEPS)
+    with torch.no_grad():
+        model[0].weight += 0.1
+    with pytest.warns(UserWarning, match="weights that were zero are not zero any more"):
+        train(model, resumed, target, STEPS + 3, start=STEPS + 2)
+
+
 def test_existing_zeros_count():
     model = build()
     with torch.no_grad():

@@ -366,6 +366,7 @@ class SparsityTarget:
     def _check_end(self) -> None:
         """Warn if a checkpoint is from after the end of the ramp, but misses the target."""
         self._ended = True
+        self._watch.count(self._steering.owners(self.optimizers))
         targets = self.per_layer if isinstance(self.per_layer, Mapping) else {}
         zeros, asked, size = result_of_ramp(self._groups(), self.target, targets)
         if size and zeros >= asked - _TOLERANCE * size:
