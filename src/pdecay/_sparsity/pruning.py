@@ -90,8 +90,10 @@ class _Pruning(StepHooks):
 
     def before_step(self, *, has_closure: bool) -> None:
         """Check that the optimizer still has the chosen parameters."""
+        if not self._chosen:
+            return
         known = {param for group in self.optimizer.param_groups for param in group["params"]}
-        if missing := [tuple(one.shape) for one in self._chosen or () if one not in known]:
+        if missing := [tuple(one.shape) for one in self._chosen if one not in known]:
             raise RuntimeError(
                 f"params of {type(self).__name__} has tensors, of shapes {missing}, that the "
                 "optimizer does not have any more. Code that shards a model replaces its "
