@@ -239,6 +239,31 @@ def test_buffers_changed_in_place_take_effect(rows):
             sparse(x)
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+def test_buffers_moved_to_shared_memory(rows):
+    """torch.multiprocessing moves each tensor that it sends, and frees the old memory."""
+    with torch.inference_mode(False), torch.no_grad():
+        dense, x = dense_linear(64, 64), torch.randn(rows, 64)
+        sparse = SparseLinear(dense)
+        sparse(x)
+        sizes = [buffer.nbytes // 4 for buffer in sparse.buffers()]
+        for buffer in sparse.buffers():
+            buffer.share_memory_()
+        reuse = [torch.full((size,), -1, dtype=torch.int32) for size in 5 * sizes]
+        torch.testing.assert_close(sparse(x), dense(x))
+        assert len(reuse) == 20
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_values_with_other_memory_take_effect(rows):
+    with torch.inference_mode(False), torch.no_grad():
+        dense, x = dense_linear(64, 64, bias=False), torch.randn(rows, 64)
+        sparse = SparseLinear(dense)
+        sparse(x)
+        sparse.values.data = 2 * sparse.values
+        torch.testing.assert_close(sparse(x), 2 * dense(x))
+
+
 def test_layer_made_in_inference_mode():
     with torch.inference_mode():
         dense, x = dense_linear(8, 4), torch.randn(3, 8)

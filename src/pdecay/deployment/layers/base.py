@@ -30,7 +30,7 @@ _MAX_PLANS = 16  # cached plans per layer
 _MAX_SHAPES = 64  # cached input shapes per layer
 # Attributes derived from the buffers; they are not pickled.
 _DERIVED = (
-    *("_dtype", "_weight", "_prepared", "_versions"),
+    *("_dtype", "_weight", "_prepared", "_versions", "_addresses"),
     *("_calls", "_plans", "_dense", "_why_dense"),
 )
 
@@ -143,6 +143,10 @@ class SparseLayer(nn.Module):
             if buffer._version != version:  # it was changed in place
                 self._reset()
                 break
+        for array, address in self._addresses:
+            if array.data_ptr() != address:  # its memory was moved, and the old is freed
+                self._reset()
+                break
         call = self._calls.get(x.shape)
         if call is None or x.dtype is not self._dtype or x.requires_grad or not x.is_cpu:
             x = self._check_input(x)
@@ -218,12 +222,14 @@ class SparseLayer(nn.Module):
         self._dtype = self.values.dtype
         bias = self.values.new_zeros(self.shape.out_channels) if self.bias is None else self.bias
         # Convert for the kernel: load_state_dict(assign=True) may set other dtypes and strides.
-        self._weight = NonZeros(
-            kernel.in_memory(self.values),
-            kernel.in_memory(self.columns.int()),
-            kernel.in_memory(self.row.long()),
-            kernel.in_memory(bias.to(self._dtype)),
-        )
+        values, columns = kernel.in_memory(self.values), kernel.in_memory(self.columns.int())
+        row, bias = kernel.in_memory(self.row.long()), kernel.in_memory(bias.to(self._dtype))
+        self._weight = NonZeros(values, columns, row.clone(), bias.clone())
+        # A tensor that is sent to another process moves to shared memory, but plans have addresses.
+        # The values and columns are too large to copy, so that their addresses are compared.
+        self._addresses = [
+            (array, array.data_ptr()) for array in (values, columns) if type(array) is Tensor
+        ]
         self._prepared = dict(self._buffers)
         # Tensors that were made in inference mode have no version.
         self._versions = [(one, one._version) for one in self.buffers() if not one.is_inference()]
