@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from types import SimpleNamespace
@@ -129,6 +130,31 @@ def test_fused_model_copies_and_converts(method):
             for parameter in other.buffers():
                 parameter.data.zero_()
             torch.testing.assert_close(model(x), wanted)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@torch.no_grad()
+def test_replaced_submodules_of_a_fused_model_take_effect(copied):
+    model, x = ReversedSum(), torch.randn(2, 4, 9, 9)
+    model.norm = nn.BatchNorm2d(4).eval()
+    fuse(model, counts(model))
+    model = pickle.loads(pickle.dumps(model)) if copied else model
+    wanted = model(x)
+    model.norm = nn.Hardtanh(-0.1, 0.1)
+    assert (model(x) - x).abs().max() <= 0.1001
+    model.norm = nn.BatchNorm2d(4).eval()
+    torch.testing.assert_close(model(x), wanted)
+    model.first = model.first.to_dense()  # it takes no ReLU
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    model.first.weight.zero_()
+    assert not torch.allclose(model(x), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_fused_forward_keeps_its_signature():
+    model = Functions()
+    before = inspect.signature(model.forward)
+    fuse(model, counts(model))
+    assert inspect.signature(model.forward).parameters.keys() == before.parameters.keys()
 
 
 class Broadcasts(Block):

@@ -66,6 +66,8 @@ class SparseLayer(nn.Module):
         relu: whether to apply a ReLU to the output.
     """
 
+    takes_sums = True  # `forward` takes a tensor to add, and a ReLU
+
     values: Tensor
     columns: Tensor
     row: Tensor

@@ -55,21 +55,18 @@ def make_layer(weight: Tensor, bias: Tensor | None, options: str) -> SparseLayer
 
 def record_sparse_layers(model: nn.Module) -> None:
     """Replace all sparse layers inside a model, in place, by calls of the operator."""
-    # deploy replaces forwards by those of graph modules
-    forwards = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
-    roots = [model, *(one.__self__ for one in forwards if hasattr(one, "__self__"))]
-    layers = (layer for root in roots for layer in root.modules())
     new: dict[nn.Module, nn.Module] = {
         layer: _Recorded(layer)
-        for layer in dict.fromkeys(layers)
+        for layer in model.modules()
         if isinstance(layer, SparseLinear | SparseConv2d)
     }
-    for root in roots:
-        replace_modules(root, new)
+    replace_modules(model, new)
 
 
 class _Recorded(nn.Module):
     """A sparse layer as a call of the operator, with its dense weight."""
+
+    takes_sums = True
 
     def __init__(self, layer: SparseLinear | SparseConv2d) -> None:
         super().__init__()

@@ -58,9 +58,42 @@ def fuse(model: nn.Module, counts: Mapping[nn.Module, int]) -> list[str]:
             for layer, kind in _fuse_graph(graph, module, counts)
         ]
         if operations:
-            module.forward = fx.GraphModule(module, graph).forward
+            module.forward = _Forward(module, graph)
             fused += operations
     return fused
+
+
+class _Forward:
+    """A fused forward. It calls the submodules that the module has at that time.
+
+    If a fused layer was replaced by one that takes no sums and ReLUs, such as its ``to_dense()``,
+    the module's original forward runs.
+
+    Args:
+        module: the module.
+        graph: its graph with fused operations.
+    """
+
+    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
+        self.module = module
+        self.traced = fx.GraphModule(module, graph)  # can be copied and pickled, unlike a function
+        self.fused = [
+            (module.get_submodule(parent)._modules, name)
+            for node in graph.nodes
+            if len(node.args) > 1 or "relu" in node.kwargs
+            if isinstance(_called(node, module), SparseLayer)
+            for parent, _, name in [str(node.target).rpartition(".")]
+        ]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.traced.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for modules, name in self.fused:
+            if not getattr(modules.get(name), "takes_sums", False):
+                return type(self.module).forward(self.module, *args, **kwargs)
+        return type(self.traced).forward(self.module, *args, **kwargs)
 
 
 class _Proxy(fx.Proxy):
