@@ -57,6 +57,37 @@ def test_sizes_below_two_are_exact_or_refused(branch, tmp_path):
         assert (1, 7) not in refused
 
 
+class RowsOfMask(nn.Module):
+    """A model that takes a mask of one row only for one row, as models of transformers.
+
+    With `skips`, it skips a mask of ones, but not while torch traces it.
+    """
+
+    def __init__(self, skips):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.skips = skips
+
+    def forward(self, x, mask):
+        if self.skips and not torch.compiler.is_compiling() and mask.all():
+            return self.layer(x)
+        return self.layer(x) * mask[torch.arange(x.shape[0])]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("skips", [False, True])
+def test_one_row_is_allowed_that_only_all_inputs_may_have(rows, skips, tmp_path):
+    model = RowsOfMask(skips).eval()
+    example = (torch.randn(rows, 4), torch.ones(rows, 4))
+    pdecay.save(model, tmp_path / "a.safetensors", example_inputs=example)
+    loaded = pdecay.load(tmp_path / "a.safetensors")
+    for count in (1, 2, 5):
+        inputs = torch.randn(count, 4), torch.rand(count, 4).round()
+        torch.testing.assert_close(loaded(*inputs), model(*inputs))
+    with pytest.raises(IndexError):  # as the model
+        loaded(torch.randn(5, 4), torch.rand(1, 4))
+
+
 def masked(x, mask):
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(x).masked_fill(mask, -5.0)

@@ -83,13 +83,19 @@ def _least_sizes(model: nn.Module, loaded: SavedModel, example: Inputs) -> dict[
     """Return the least number for each free size of a program, by name.
 
     torch.export does not record what the code does for a size of 1. It is allowed if the program's
-    outputs are the model's there, for each size alone and for all together. Empty inputs are not
-    tried, since some operators of torch crash on them; they are allowed where a size of 1 is.
+    outputs are the model's there, for each size alone, if both take it alone, and for all
+    together. Empty inputs are not tried, since some operators of torch crash on them; they are
+    allowed where a size of 1 is.
     """
     names = list(loaded.sizes["ranges"]) if loaded.sizes else []
     with evaluating(model):
-        allowed = [name for name in names if _same_at_one(model, loaded, example, [name])]
-        if _same_at_one(model, loaded, example, allowed) is False:
+        same = {name: _same_at_one(model, loaded, example, [name]) for name in names}
+        allowed = [name for name in names if same[name]]
+        # Code may take a single row of a mask only if the other inputs have one row, too.
+        others = [name for name in names if same[name] is not False]
+        if _same_at_one(model, loaded, example, others):
+            allowed = others
+        elif _same_at_one(model, loaded, example, allowed) is False:
             allowed = []
     return {name: 0 if name in allowed else ASSUMED for name in names}
 
@@ -99,7 +105,8 @@ def _same_at_one(
 ) -> bool | None:
     """Return whether a program refuses a size of 1 for these free sizes, or returns the same.
 
-    Return None if the model does not take it.
+    Return None if the model does not take it, or if the program fails for a single free size: it
+    may have to be equal to another.
     """
     assert loaded.sizes is not None
     tensors: list[Tensor] = []
@@ -119,7 +126,7 @@ def _same_at_one(
     try:
         return difference(expected, outputs(loaded, inputs)) <= _TOLERANCE
     except Exception:
-        return False
+        return None if len(names) == 1 else False
 
 
 def _first(tensor: Tensor, sizes: list[int | str], names: list[str]) -> Tensor:
