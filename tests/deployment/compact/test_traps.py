@@ -74,6 +74,29 @@ def test_normalized_channels_are_kept(norm):
     assert "mixes all of them" in reasons(smaller)["0.weight"]
 
 
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_norm_whose_weight_and_bias_a_network_computes(norm):
+    def forward(self, x, style):
+        weight, bias = self.scales(self.style(style).relu()).view(2, -1)
+        x = self.body(x)
+        if norm == "batch":
+            mean, variance = torch.zeros(len(bias)), torch.ones(len(bias))
+            x = nn.functional.batch_norm(x, mean, variance, weight, bias)
+        else:
+            x = nn.functional.group_norm(x, len(bias), weight, bias)
+        return self.head(x.relu())
+
+    layers = {"style": nn.Linear(4, 6), "scales": nn.Linear(6, 16)}
+    model = Model(forward, body=nn.Conv1d(3, 8, 1), head=nn.Conv1d(8, 2, 1), **layers)
+    with torch.no_grad():
+        model.scales.weight[:, 2] = 0
+        model.body.weight[1] = 0  # its norm is the bias, which varies
+        model.style.bias[:2] = -9  # zero on the example
+    also = [(torch.randn(2, 3, 5), 20 * torch.randn(1, 4)) for _ in range(4)]
+    smaller = compacted(model, torch.randn(2, 3, 5), torch.randn(1, 4), also=also)
+    assert smaller.style.out_features == 5
+
+
 def test_rounding_errors_of_the_model_are_tolerated():
     def forward(self, x):
         return (self.body(x) + 1e3) - 1e3

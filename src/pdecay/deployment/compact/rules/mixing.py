@@ -156,11 +156,12 @@ class BatchNorm(Mixing):
         out, value = call.outs[0], call.ins[0]
         mixed = sorted(self.axes(call))
         varies = self._scaled(call, _any_over(value.varies, mixed) | _follows_size(call, mixed))
-        out.varies = varies.expand(out.tensor.shape)
+        out.varies = (varies | _varying_channels(call)).expand(out.tensor.shape)
 
     def mark_live(self, call: Call) -> None:
         live = _any_over(call.outs[0].live, sorted(self.axes(call)))
         call.ins[0].mark_live(self._scaled(call, live))
+        _mark_live_channels(call)
 
     def counted(self, call: Call, units: Units) -> dict[str, Labels]:
         return {"num_features": call.ins[0].labels[1]}
@@ -189,10 +190,12 @@ class GroupNorm(Rule):
         value = call.ins[0]
         fill_all(call.outs, True)
         varies = value.varies | _follows_size(call, [*range(2, value.tensor.ndim)])
-        call.outs[0].varies = self._any_in_group(call, varies).expand(value.tensor.shape)
+        varies = self._any_in_group(call, varies) | _varying_channels(call)
+        call.outs[0].varies = varies.expand(value.tensor.shape)
 
     def mark_live(self, call: Call) -> None:
         call.ins[0].mark_live(self._any_in_group(call, call.outs[0].live))
+        _mark_live_channels(call)
 
     def counted(self, call: Call, units: Units) -> dict[str, Labels]:
         return {"num_groups": self._groups(call, units)[0], "num_channels": call.ins[0].labels[1]}
@@ -244,6 +247,23 @@ def _label_normalized(call: Call) -> None:
     out.labels = call.ins[0].labels
     for other in statistics:
         other.labels = fixed_axes(other)
+
+
+def _varying_channels(call: Call) -> Tensor | bool:
+    """Return the channels with a varying weight, bias or statistic, as a network may compute."""
+    value, *others = call.ins
+    shape = [-1 if axis == 1 else 1 for axis in range(value.tensor.ndim)]
+    varies: Tensor | bool = False
+    for other in others:
+        varies = varies | other.varies.view(shape)
+    return varies
+
+
+def _mark_live_channels(call: Call) -> None:
+    """Mark the weights, biases and statistics of live channels."""
+    live = call.outs[0].live.transpose(0, 1).flatten(1).amax(1)
+    for other in call.ins[1:]:
+        other.mark_live(live)
 
 
 def _any_over(mask: Tensor, axes: list[int]) -> Tensor:
