@@ -165,6 +165,26 @@ def test_difference_relative_to_large_elements():
     assert difference([expected], [expected + 3]) == pytest.approx(1e-4)
 
 
+@pytest.mark.parametrize("features", [[], {}], ids=["list", "dict"])
+def test_results_that_the_model_adds_to_an_argument_stay_the_same(features):
+    def forward(self, x, features):
+        hidden = self.body(x).relu()
+        if isinstance(features, list):
+            features.append(hidden)
+        else:
+            features["hidden"] = hidden
+        return self.head(hidden)
+
+    model = Model(forward, body=nn.Linear(4, WIDTH), head=nn.Linear(WIDTH, 2))
+    model.head.weight.data[:, :3] = 0
+    smaller = compact(model, (torch.randn(2, 4), features))
+    assert not features
+    x = torch.randn(5, 4)
+    expected, got = type(features)(), type(features)()
+    torch.testing.assert_close(smaller(x, got), model(x, expected))
+    torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize(
     "wrap", [lambda y: y, lambda y: [y], lambda y: {"y": y}, lambda y: SimpleNamespace(y=y)]
 )

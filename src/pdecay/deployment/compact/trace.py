@@ -131,7 +131,7 @@ class Trace:
         calls: the operations in order.
         values: all tensors; parameters and buffers come first.
         outputs: the tensors that the code converted to lists or arrays, those that the model
-            returned or stored in attributes, and those that its forward hooks see.
+            returned or stored in attributes or arguments, and those that its forward hooks see.
         error: the exception that ended the run early.
     """
 
@@ -207,6 +207,10 @@ def _record(
             returned = model(*args, **kwargs)
         for tensor in tensors_of(returned):
             add_output(tensor)
+        given = set(map(id, tensors))
+        for tensor in tensors_of((args, kwargs)):  # the model may add results to a list or dict
+            if id(tensor) not in given:
+                add_output(tensor)
         for key, tensor in attribute_tensors(model).items():
             if key not in stored:
                 add_attribute(tensor)
