@@ -210,6 +210,17 @@ def test_mean_of_a_constant_is_folded():
     assert smaller.body.out_features == 4
 
 
+def test_recurrent_layer_that_reads_constants_only():
+    model = Model(
+        lambda self, x: self.head(self.layer(self.body(x))[0][:, -1]),
+        body=nn.Linear(3, 5),
+        layer=nn.LSTM(5, 4, batch_first=True),
+        head=nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)),
+    )
+    model.body.weight.data.zero_()  # the state still follows the length of the sequence
+    compacted(model, torch.randn(2, 6, 3), also=[(torch.randn(2, 9, 3),)])
+
+
 def test_norm_of_a_weight_does_not_follow_the_input():
     """The size of a weight is fixed, so that sums over it are constants."""
     model = Model(

@@ -87,8 +87,10 @@ class Opaque(Rule):
 
     def mark_varying(self, call: Call) -> None:
         random = torch.Tag.nondeterministic_seeded in call.op.tags
-        reads_varying = not call.ins or any(bool(value.varies.any()) for value in call.ins)
-        fill_all(call.outs, random or reads_varying or call.in_place)
+        # The results of constants may follow their number, as those of a recurrent layer do.
+        follows_size = not call.ins or not all(value.static for value in call.ins)
+        reads_varying = any(bool(value.varies.any()) for value in call.ins)
+        fill_all(call.outs, random or follows_size or reads_varying or call.in_place)
 
     def mark_live(self, call: Call) -> None:
         # The code may use a number anywhere: the result of an operation without tensor outputs, or
