@@ -97,6 +97,46 @@ def test_norm_whose_weight_and_bias_a_network_computes(norm):
     assert smaller.style.out_features == 5
 
 
+class _Ensemble(nn.Linear):
+    """Several linear layers; their weights are one tensor of (members, inputs, outputs)."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.weight = nn.Parameter(torch.randn(3, inputs, outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class _LowRank(nn.Linear):
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.weight = None
+        self.down = nn.Parameter(torch.randn(2, inputs))
+        self.up = nn.Parameter(torch.randn(outputs, 2))
+
+    def forward(self, x):
+        return x @ self.down.mT @ self.up.mT + self.bias
+
+
+class _Transposed(nn.Linear):
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+@pytest.mark.parametrize("kind", [_Ensemble, _LowRank, _Transposed])
+def test_subclass_with_another_kind_of_weight(kind):
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4), nn.ReLU(), kind(4, 2))
+    model[2].weight.data[:, :3] = 0
+    smaller = compacted(model, torch.randn(3, 5, 3))
+    assert (smaller[0].out_features, smaller[2].in_features) == (5, 5)
+    assert (smaller[4].in_features, smaller[4].out_features) == (4, 2)
+
+
 def test_rounding_errors_of_the_model_are_tolerated():
     def forward(self, x):
         return (self.body(x) + 1e3) - 1e3

@@ -40,6 +40,7 @@ def shrink(model: nn.Module, removal: Removal, trace: Trace, attributes: Attribu
         attributes: further attributes to set.
     """
     smaller = copy.deepcopy(model)
+    layers = sized_layers(smaller)
     kept = kept_positions(removal, trace)
     tensors = {**dict(smaller.named_parameters()), **dict(smaller.named_buffers())}
     for optimizer in optimizers_in(smaller):
@@ -55,8 +56,7 @@ def shrink(model: nn.Module, removal: Removal, trace: Trace, attributes: Attribu
     counts = _counting_attributes(removal, trace, smaller)
     for (name, attribute), size in {**counts, **attributes}.items():
         setattr(smaller.get_submodule(name), attribute, size)
-    for module in smaller.modules():
-        update_sizes(module)
+    update_sizes(layers)
     return smaller
 
 
@@ -104,20 +104,43 @@ def _add_to_bias(layer: nn.Module, shift: Tensor) -> None:
         bias.data = (bias.double() + shift).to(weight)
 
 
-def update_sizes(module: nn.Module) -> None:
+def sized_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the known layers whose size attributes agree with their weights.
+
+    A subclass may have another kind of weight, such as one matrix for each expert.
+    """
+    layers = []
+    for module in model.modules():
+        sizes = _sizes(module)
+        if sizes and all(vars(module).get(name, size) == size for name, size in sizes.items()):
+            layers.append(module)
+    return layers
+
+
+def update_sizes(layers: list[nn.Module]) -> None:
     """Set the size attributes of known layers from their weights."""
+    for layer in layers:
+        vars(layer).update(_sizes(layer))
+
+
+def _sizes(module: nn.Module) -> dict[str, int]:
+    """Return the size attributes of a known layer, computed from its weight."""
+    weight = getattr(module, "weight", None)
+    shape = list(weight.shape) if isinstance(weight, Tensor) else []
+    names: tuple[str, ...] = ()
     if isinstance(module, nn.Linear):
-        module.out_features, module.in_features = module.weight.shape
+        names = ("out_features", "in_features")
     elif has_transposed_weight(module):
-        inputs, outputs = module.get_parameter("weight").shape
-        vars(module).update(nx=inputs, nf=outputs)
-    elif isinstance(module, nn.modules.conv._ConvNd):
-        first, second = module.weight.shape[:2]
-        if module.transposed:
-            module.in_channels, module.out_channels = first, second * module.groups
-        else:
-            module.out_channels, module.in_channels = first, second * module.groups
+        names = ("nx", "nf")
+    elif isinstance(module, nn.modules.conv._ConvNd) and len(shape) == 2 + len(module.kernel_size):
+        names = (
+            ("in_channels", "out_channels")
+            if module.transposed
+            else ("out_channels", "in_channels")
+        )
+        shape = [shape[0], shape[1] * module.groups]
     elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        module.num_embeddings, module.embedding_dim = module.weight.shape
+        names = ("num_embeddings", "embedding_dim")
     elif isinstance(module, nn.PReLU):
-        module.num_parameters = len(module.weight)
+        names = ("num_parameters",)
+    return dict(zip(names, shape, strict=True)) if len(names) == len(shape) else {}

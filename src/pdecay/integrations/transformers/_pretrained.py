@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from pdecay.deployment.compact.shrink import update_sizes
+from pdecay.deployment.compact.shrink import sized_layers, update_sizes
 from pdecay.deployment.files import SaveReport, load, read_rows, save
 from pdecay.deployment.files.pretrained import CONFIG_KEY, fits_in, weights_in
 
@@ -97,6 +97,7 @@ def _resize(
     model: nn.Module, shapes: dict[str, tuple[int, ...]], attributes: dict[str, dict[str, int]]
 ) -> None:
     """Give the tensors of a new model the smaller shapes of a file, and set the attributes."""
+    layers = sized_layers(model)
     replaced: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
@@ -121,8 +122,7 @@ def _resize(
                     f"sizes of {type(model).__name__}"
                 )
             setattr(module, attribute, value)
-    for module in model.modules():
-        update_sizes(module)
+    update_sizes(layers)
 
 
 def _convert(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
