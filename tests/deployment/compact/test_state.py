@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -69,6 +70,24 @@ def test_buffer_that_grows_with_the_longest_input():
     model.head.weight.data[:, 2] = 0
     also = [(torch.randn(2, n, 3),) for n in (3, 12, 20)]
     compacted(model, torch.randn(2, 6, 3), also=also)
+
+
+def test_cache_of_a_function_keeps_plain_tensors():
+    @functools.cache
+    def embedding(step):
+        return torch.arange(4.0).mul(step).sin()
+
+    def forward(self, x, step):
+        return self.head((self.body(x) + self.step(embedding(step))).relu())
+
+    layers = {"body": nn.Linear(3, WIDTH), "step": nn.Linear(4, WIDTH)}
+    model = Model(forward, head=nn.Linear(WIDTH, 2), **layers)
+    model.head.weight.data[:, 2] = 0
+    x = torch.randn(2, 3)
+    smaller = compact(model, (x, 5))
+    for step in range(7):
+        assert not torch._is_functional_tensor(embedding(step))
+        torch.testing.assert_close(smaller(x, step), model(x, step))
 
 
 def test_cache_of_keys_in_a_buffer():

@@ -189,6 +189,9 @@ class _Compaction:
             check_plain("a tensor in the forward", value.tensor, "compact", CompactError)
         # A unit may be constant only for the numbers of the example, such as a scale.
         for inputs in self.inputs.other_numbers(in_tensors=trace.reads_numbers):
+            # Functions with a cache must not keep tensors of a recorded run, which are wrapped.
+            with contextlib.suppress(Exception):
+                outputs(copy.deepcopy(current), inputs)
             trace.mark_changed(record(current, inputs))
         return analyse(trace, _fixed_tensors(current))
 
