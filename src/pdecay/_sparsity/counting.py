@@ -24,8 +24,9 @@ class LayerSparsity:
     """The zeros of one parameter.
 
     A row is a slice along the first dimension, a column a slice along the second. In the weight of
-    a linear or convolutional layer they belong to an output and an input unit. The weight of a
-    ``Conv1D`` of transformers is counted as its transpose, so that rows are output units there too.
+    a linear or convolutional layer they belong to an output and an input unit, and the other way
+    round in a transposed convolution. The weight of a ``Conv1D`` of transformers is counted as its
+    transpose, so that rows are output units there too.
     Rows and columns that are all zero are dead.
     """
 

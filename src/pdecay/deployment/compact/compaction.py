@@ -177,7 +177,7 @@ class _Compaction:
         if not agree(expected, outputs(original, self.inputs)):
             raise CompactError(
                 "the model returns different outputs for the same inputs in eval mode, so that "
-                "they cannot be compared: turn off its randomness"
+                "they cannot be compared: turn off its randomness, or the memory of earlier calls"
             )
         return expected
 
