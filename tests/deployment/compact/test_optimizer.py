@@ -197,6 +197,15 @@ def test_optimizer_with_factored_state_raises():
         compact(model, data()[0], optimizer=optimizer)
 
 
+def test_optimizer_with_state_in_a_list_raises():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters())
+    for param in model.parameters():
+        optimizer.state[param]["factors"] = [torch.eye(size) for size in param.shape]
+    with pytest.raises(CompactError, match=r"keeps 'factors' of shape .* create a new optimizer"):
+        compact(model, data()[0], optimizer=optimizer)
+
+
 def test_optimizer_in_an_attribute_trains_the_smaller_model():
     def forward(self, x):
         return self.last(self.first(x).relu())

@@ -6,12 +6,13 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from pdecay._optim.attachment import attachment_of
 from pdecay.deployment.compact.shrink import KeptPositions, cut_state
 from pdecay.deployment.model.errors import CompactError
+from pdecay.deployment.model.outputs import tensors_of
 
 
 def check_optimizer(optimizer: object, model: nn.Module) -> None:
@@ -29,12 +30,15 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
                     "this model: give the optimizer that trains this model"
                 )
             for key, state in optimizer.state.get(param, {}).items():
-                if isinstance(state, Tensor) and state.ndim and state.shape != param.shape:
-                    raise CompactError(
-                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(state.shape)} "
-                        f"for a parameter of shape {tuple(param.shape)}, which cannot be split by "
-                        "units: create a new optimizer for the smaller model"
-                    )
+                for tensor in tensors_of(state):
+                    # Tensors in a list, such as the factors of Shampoo, are not cut.
+                    if tensor.ndim and (tensor is not state or tensor.shape != param.shape):
+                        raise CompactError(
+                            f"{type(optimizer).__name__} keeps {key!r} of shape "
+                            f"{tuple(tensor.shape)} for a parameter of shape "
+                            f"{tuple(param.shape)}, which cannot be split by units: create a new "
+                            "optimizer for the smaller model"
+                        )
 
 
 @torch.no_grad()
