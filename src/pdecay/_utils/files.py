@@ -27,8 +27,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     crash. The new file has the permissions of the old one.
 
     Raises:
-        OSError: if the path is a folder or a device, or if writing fails. If a write fails, this
-            is the write's own error, even if the block raises another one in its place.
+        OSError: if the path is a folder or a device, or if writing fails. An error of a write is
+            raised when the block ends, even if the block raises another one.
     """
     target = Path(os.path.realpath(path))  # replace the file that a symbolic link points to
     mode = _permissions(target)
@@ -40,6 +40,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with io.BufferedWriter(raw) as file:
             yield file
             file.flush()
+            if raw.write_error is not None:
+                raise raw.write_error
             os.fsync(file.fileno())
         if mode is not None:
             os.chmod(part, mode)
@@ -88,9 +90,11 @@ def _permissions(path: Path) -> int | None:
 
 
 class _RawFile(io.FileIO):
-    """A new file that remembers the first error of a write.
+    """A new file whose writes never fail: it keeps the first error and ignores later data.
 
-    ``torch.save`` hides it: with a full disk, it reports an unexpected position.
+    The writers of torch hide an error: with a full disk, ``torch.save`` reports an unexpected
+    position. That of ``torch.export.save`` writes again when it is deleted, where an error ends the
+    process.
     """
 
     def __init__(self, path: Path, mode: int) -> None:
@@ -98,11 +102,12 @@ class _RawFile(io.FileIO):
         self.write_error: OSError | None = None
 
     def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.write_error = self.write_error or error
-            raise
+        if self.write_error is None:
+            try:
+                return super().write(data)
+            except OSError as error:
+                self.write_error = error
+        return memoryview(data).nbytes
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -301,3 +302,30 @@ def test_run_of_an_unknown_task_is_refused(run_cli, project):
     records.write(project / "run" / "record.jsonl", [{**record, "environment": {}, "timing": {}}])
     shown = run_cli("compact", "run", code=2)
     assert "run: there is no task 'other'; choose from digits" in shown
+
+
+FULL_DISK = """
+import resource, signal, sys
+import torch
+from torch import nn
+from pdecay.deployment.export import export_torch
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    export_torch(nn.Linear(200, 100), sys.argv[1], torch.randn(2, 200))
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1000, 20_000, 80_000])
+def test_full_disk_is_an_error(tmp_path, size):
+    """The writer of torch.export ends the process if a write fails while it is deleted."""
+    path = tmp_path / "model.pt2"
+    command = [sys.executable, "-c", FULL_DISK, str(path), str(size)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == f"[Errno 27] File too large: {str(path)!r}\n"
+    assert not list(tmp_path.iterdir())
