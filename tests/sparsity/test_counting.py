@@ -43,6 +43,7 @@ def test_counts_zeros_in_every_dtype(dtype):
     model = nn.Linear(4, 4, bias=False, dtype=dtype)
     model.weight.data[1] = 0
     assert sparsity(model).total == 0.25
+    assert sparsity(model, threshold=1e-50).total == 0.25  # rounds to 0 in single precision
 
 
 def test_nan_is_not_counted_as_zero():

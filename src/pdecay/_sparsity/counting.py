@@ -205,8 +205,9 @@ def _count(
     mask = getattr(module, name.rsplit(".", 1)[-1].removesuffix("_orig") + "_mask", None)
     if name.endswith("_orig") and isinstance(mask, Tensor):  # torch.nn.utils.prune
         values = values * mask
-    # Compare in single precision at least: in half precision 1e-13 rounds to 0.
-    is_zero = magnitude(values) < threshold if threshold else values == 0
+    # Compare in single precision at least: in half precision 1e-13 rounds to 0. A threshold that
+    # rounds to 0 even so still counts exact zeros.
+    is_zero = (magnitude(values) < threshold) | (values == 0) if threshold else values == 0
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
     if is_zero.ndim >= 2 and is_zero.numel():
