@@ -77,6 +77,7 @@ def _wrong_arguments():
     """Yield calls that crash the process or corrupt its memory if nothing checks them."""
     ones = torch.ones
     yield _call("_weight_norm.default", ones(1000, 3), ones(7, 1), 0)
+    yield _call("_weight_norm.default", ones(0, 0), ones(0, 0), 0)
     yield _call("embedding_bag.default", ones(5, 8), ones(3).long(), torch.tensor([0, -(10**6), 3]))
     offsets = torch.tensor([0, 3, 1])
     yield _call("embedding_bag.padding_idx", ones(5, 8), ones(3).long(), offsets, padding_idx=2)

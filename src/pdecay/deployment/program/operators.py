@@ -156,9 +156,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: A
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
-    """Compute a normalized weight. The kernel reads one element of `g` per row or column."""
+    """Compute a normalized weight. The kernel reads one element of `g` per row or column.
+
+    It divides by the number of rows, and the processor traps if there are none.
+    """
     if dim in (0, v.dim() - 1):
-        _check("weight norm", v.dim() > 0 and g.numel() == v.shape[dim] and g.dtype == v.dtype)
+        _check("weight norm", v.numel() > 0 and v.dim() > 0)
+        _check("weight norm", g.numel() == v.shape[dim] and g.dtype == v.dtype)
     output: Tensor = torch.ops.aten._weight_norm.default(v, g, dim)
     return output
 
