@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import pdecay
 from pdecay.deployment.files.programs import PROGRAM
@@ -109,6 +110,16 @@ def test_loaded_model_can_be_saved_and_exported_again(tmp_path):
     torch.testing.assert_close(again(x[:2]), model(x[:2]))
     exported = torch.export.export(loaded, (x,)).module()
     torch.testing.assert_close(exported(x), model(x))
+
+
+def test_loaded_model_is_not_saved_without_its_program(tmp_path):
+    path, again = tmp_path / "model.safetensors", tmp_path / "again.safetensors"
+    pdecay.save(nn.Linear(4, 2), path, example_inputs=torch.randn(3, 4))
+    loaded = pdecay.load(path)
+    with pytest.raises(ValueError, match="give example_inputs, or copy the file"):
+        pdecay.save(loaded, again)
+    assert not again.exists()
+    pdecay.save(loaded.state_dict(), again)
 
 
 class Attention(nn.Module):
@@ -258,6 +269,9 @@ def test_models_that_cannot_be_recorded(tmp_path):
     path = tmp_path / "m.safetensors"
     with pytest.raises(pdecay.ExportError, match=r"the output\['cache'\] is a object: a program"):
         pdecay.save(ReturnsAnObject(), path, example_inputs=torch.randn(2, 4))
+    pruned = prune.random_unstructured(nn.Linear(4, 2), "weight", 0.5)
+    with pytest.raises(pdecay.ExportError, match=r"cannot be copied .*prune\.remove"):
+        pdecay.save(pruned, path, example_inputs=torch.randn(2, 4))
     assert not path.exists()
 
 

@@ -38,6 +38,7 @@ from pdecay.deployment.files.save_report import SaveReport
 from pdecay.deployment.files.table import Row
 from pdecay.deployment.files.writer import write_dense, write_sparse
 from pdecay.deployment.model.inputs import Inputs, kept_example
+from pdecay.deployment.program import SavedModel
 
 PathLike = str | os.PathLike[str]
 Model = TypeVar("Model", bound=nn.Module)
@@ -72,7 +73,7 @@ def save(
         model: a model or a state dict.
         path: the file or folder to write. An existing file is replaced.
         example_inputs: as for :func:`pdecay.deploy`, to save the program too. A deployed model has
-            its own example.
+            its own example; a model that :func:`load` returned has none and needs one.
         metadata: strings to store in the file. ``"model"`` defaults to the model's class name.
         dense: write an ordinary safetensors file with all zeros, readable without pdecay.
 
@@ -113,6 +114,11 @@ def save(
     # Hugging Face models have a configuration, so that their program is saved only if asked for.
     example = None if is_pretrained_model(model) else kept_example(model)
     example = example if example_inputs is None else Inputs.of(example_inputs)
+    if example is None and isinstance(model, SavedModel):
+        raise ValueError(
+            "the model was loaded from a file with its program, which needs an example to be saved "
+            "again: give example_inputs, or copy the file; model.state_dict() can be saved without"
+        )
     state = _collect(model if example is None else with_program(model, example))
     if example is None:
         check_names(state)

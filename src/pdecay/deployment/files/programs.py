@@ -49,7 +49,15 @@ def with_program(model: object, example: Inputs) -> dict[str, Tensor]:
         )
     with without_writes_to(model, ExportError), keeping_buffers(model):
         # Run a copy: a run with another size may grow the model's caches.
-        return _program_of(shared_copy(model), example)
+        try:
+            copied = shared_copy(model)
+        except Exception as error:
+            raise ExportError(
+                f"the model cannot be copied ({one_line(error)}): remove attributes that hold "
+                "tensors with a gradient history, for instance torch.nn.utils.prune.remove(layer, "
+                "'weight')"
+            ) from error
+        return _program_of(copied, example)
 
 
 def _program_of(model: nn.Module, example: Inputs) -> dict[str, Tensor]:
