@@ -93,3 +93,10 @@ def test_cells_that_spreadsheets_would_evaluate_are_escaped():
     assert [row["layer"] for row in read(texts["layers.csv"])] == ["'=HYPERLINK(1)", "'+1", "plain"]
     (row,) = read(texts["runs.csv"])
     assert (row["method"], row["kind"], row["offset"]) == ("'@sum", "'=2+3", "-1.5")
+
+
+def test_carriage_returns_start_no_row():
+    found = experiments([record("adamw", layers=[("a\r=1+1", [4, 2]), ("\r=2", [4, 2])])])
+    text = tables.files(Style(found[0]))["layers.csv"]
+    assert "\r" not in text
+    assert [row["layer"] for row in read(text)] == ["a =1+1", "' =2"]

@@ -117,7 +117,10 @@ def _cell(value: object) -> object:
     """Return a cell that no spreadsheet evaluates: names in records are untrusted.
 
     Spreadsheets take text that starts with one of these characters for a formula. An apostrophe
-    marks it as text.
+    marks it as text. A carriage return would start another row: before Python 3.13, the csv module
+    does not quote it.
     """
-    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{value}" if is_formula else value
+    if not isinstance(value, str):
+        return value
+    is_formula = value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return ("'" * is_formula + value).replace("\r", " ")
