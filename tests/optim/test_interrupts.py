@@ -1,5 +1,6 @@
 """Ctrl-C during a step acts after it, so that zeros stay zero."""
 
+import contextlib
 import signal
 import threading
 
@@ -8,7 +9,7 @@ import torch
 
 import pdecay
 from pdecay import Lp
-from pdecay._optim import interrupts
+from pdecay._optim import interrupts, steps
 
 
 class Interrupted(torch.optim.SGD):
@@ -38,6 +39,72 @@ def same_handlers():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@contextlib.contextmanager
+def handler_of(number, function):
+    before = signal.signal(number, function)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU"])
+def test_checkpoint_that_a_handler_writes_has_the_zeros(name):
+    if not hasattr(signal, name):
+        pytest.skip(f"no {name} here")
+    number, seen = getattr(signal, name), []
+    weight, optimizer = sparse_optimizer()
+    zeros = weight == 0
+    optimizer.numbers = (number,)
+    with handler_of(number, lambda *_: seen.append(torch.equal(weight == 0, zeros))):
+        optimizer.step()
+    assert seen == [True]
+
+
+def test_different_signals_during_a_step_all_act_after_it():
+    weight, optimizer = sparse_optimizer()
+    zeros, seen = weight == 0, []
+    optimizer.numbers = (signal.SIGINT, signal.SIGTERM)
+    with (
+        handler_of(signal.SIGTERM, lambda *_: seen.append(torch.equal(weight == 0, zeros))),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        optimizer.step()
+    assert seen == [True]
+
+
+def test_repeated_signal_acts_at_once_and_does_not_cancel_others():
+    _, optimizer = sparse_optimizer()
+    seen = []
+    optimizer.numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGINT)
+    with (
+        handler_of(signal.SIGTERM, lambda *_: seen.append("SIGTERM")),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        optimizer.step()
+    assert seen == ["SIGTERM"]
+
+
+@pytest.mark.parametrize("settings", [{"fused": False}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize("kind", [pdecay.PAdam, pdecay.PSGD])
+def test_ctrl_c_keeps_the_zeros_of_steps_without_hooks(kind, settings, monkeypatch):
+    weight, _ = sparse_optimizer(attach=False)
+    optimizer = kind([weight], lr=0.1, **settings)
+    name = "torch_adamw" if kind is pdecay.PAdam else "torch_sgd"
+    update = getattr(steps, name)
+
+    def interrupted(*args, **kwargs):
+        update(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(steps, name, interrupted)
+    before = weight.detach().clone()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert torch.equal(weight == 0, before == 0)
+    assert not torch.equal(weight, before)
 
 
 @pytest.mark.parametrize("fused", [None, False])

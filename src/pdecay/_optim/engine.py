@@ -33,6 +33,7 @@ from pdecay._core.penalty import Penalty
 from pdecay._core.tensors import TensorList, is_tracing
 from pdecay._core.validation import check_number
 from pdecay._optim.cache_parts import IN_CACHE, cache_parts
+from pdecay._optim.interrupts import deferred_interrupts
 from pdecay._optim.kernels import native
 from pdecay._optim.kernels.layout import PLAIN
 from pdecay._optim.kernels.old_weights import OldWeights
@@ -97,8 +98,11 @@ def update_and_decay_(
             for part, own in batch.parts(selected):
                 lengths = measure(own) if measure and part.has_factors else None
                 decay_ = part.decay_after_update(lengths)  # remembers w_old
-                update(part, *own)  # w_old -> w_tilde
-                decay_()  # w = w_tilde * factor(w_old)
+                if is_tracing():
+                    update(part, *own)  # w_old -> w_tilde
+                    decay_()  # w = w_tilde * factor(w_old)
+                else:
+                    deferred_interrupts.run(partial(update, part, *own), decay_)
         batch.decay_at_anchors_(state)
 
 

@@ -32,14 +32,13 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 from torch.optim import Optimizer
 
 from pdecay._core.parameters import is_zero
-from pdecay._optim.interrupts import DeferredInterrupts, is_inside
+from pdecay._optim.interrupts import deferred_interrupts, is_inside
 from pdecay._optim.state_precision import restore_squares
 
 T = TypeVar("T", bound="StepHooks")
 
 # Attributes that a copy of an object does not take over.
 _OF_ONE_OPTIMIZER = ("_optimizer", "_outer_step", "_handles", "_checkpoint")
-_interrupts = DeferredInterrupts()
 _OPTIMIZER_FILE = sys.modules[Optimizer.__module__].__file__  # torch runs the hooks in it
 
 
@@ -129,7 +128,7 @@ class StepHooks:
         frame = _calling_step()
         if self._outer_step is not None and is_inside(frame, self._outer_step):
             return
-        _interrupts.begin(frame)
+        deferred_interrupts.begin(frame)
         self._outer_step = frame
         given = (*args[1:], *kwargs.values())  # the first argument is the optimizer
         self.before_step(has_closure=any(callable(arg) for arg in given))
@@ -146,7 +145,7 @@ class StepHooks:
         finally:
             acting = [*_hooks_of(optimizer)]
             if not acting or acting[-1] is self:
-                _interrupts.end(frame)
+                deferred_interrupts.end(frame)
 
     def _state_dict_hook(self, optimizer: Optimizer) -> None:
         self.before_state_dict()

@@ -1,9 +1,10 @@
 """Interrupts that wait for the end of an optimizer's step.
 
-Hooks keep zeros at zero after the optimizer's own update. A Ctrl-C between the update and the hooks
-would leave weights without a single zero, and the zeros are the only record of which weights were
-removed. While a step with hooks runs, the signals below are therefore remembered, and act at its
-end. A second one acts at once.
+The decay and other hooks keep zeros at zero after the optimizer's own update. A Ctrl-C between the
+two would leave weights without a single zero, and the zeros are the only record of which weights
+were removed. The same holds for a handler that writes a checkpoint, as Lightning does if a cluster
+announces the end of a job by SIGUSR1. While a step runs, the signals below are therefore
+remembered, and act at its end. If one is repeated, it acts at once.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # its wrapper in signal takes 40 times as long
 import functools
 import signal
+import sys
 import threading
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM))
+# Sent by users, job schedulers and timers; some do not exist on Windows.
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
+_SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 
 class DeferredInterrupts:
@@ -29,8 +34,17 @@ class DeferredInterrupts:
 
     def __init__(self) -> None:
         self._step: FrameType | None = None
-        self._pending: int | None = None
+        self._pending: list[int] = []
         self._renew()
+
+    def run(self, update: Callable[[], None], decay: Callable[[], None]) -> None:
+        """Update weights and decay them; defer signals until the end of both."""
+        self.begin(sys._getframe())  # a variable for the frame would be a cycle
+        try:
+            update()
+            decay()
+        finally:
+            self.end(sys._getframe())
 
     def begin(self, step: FrameType) -> None:
         """Defer signals until the end of a step, unless an outer step does so already."""
@@ -51,34 +65,48 @@ class DeferredInterrupts:
                 _signal.signal(number, self._own)
 
     def end(self, step: FrameType) -> None:
-        """Restore the handlers, and let a signal that arrived during the step act now."""
-        if self._step is not step:
-            return
-        pending = self._restore()
-        if pending is not None:
-            signal.raise_signal(pending)
+        """Restore the handlers, and let signals that arrived during the step act now."""
+        if self._step is step:
+            _raise_all(self._restore())
 
     def _handle(self, handlers: dict[int, Any], number: int, frame: FrameType | None) -> None:
+        others: list[int] = []
         if handlers is self._handlers:
-            if self._pending is None and self._step is not None and is_inside(frame, self._step):
-                self._pending = number
+            repeated = number in self._pending
+            if not repeated and self._step is not None and is_inside(frame, self._step):
+                self._pending.append(number)
                 return
-            self._restore()
-        handlers[number](number, frame)
+            others = [other for other in self._restore() if other != number]
+        try:
+            handlers[number](number, frame)
+        finally:
+            _raise_all(others)
 
-    def _restore(self) -> int | None:
-        """Restore the handlers of the program and return the signal that waits."""
+    def _restore(self) -> list[int]:
+        """Restore the handlers of the program and return the signals that wait."""
         for number, handler in self._handlers.items():
             if _signal.getsignal(number) is self._own:
                 _signal.signal(number, handler)
         pending = self._pending  # only now: a signal may arrive before its handler is restored
-        self._step = self._pending = None
+        self._step, self._pending = None, []
         return pending
 
     def _renew(self) -> None:
         """Create a handler, and a dict for the program's handlers that it stands for."""
         self._handlers: dict[int, Any] = {}
         self._own = functools.partial(self._handle, self._handlers)
+
+
+deferred_interrupts = DeferredInterrupts()  # only one: steps may be nested
+
+
+def _raise_all(numbers: Sequence[int]) -> None:
+    """Raise signals one after the other, even if the handler of one raises an exception."""
+    if numbers:
+        try:
+            signal.raise_signal(numbers[0])
+        finally:
+            _raise_all(numbers[1:])
 
 
 def is_inside(frame: FrameType | None, outer: FrameType) -> bool:
