@@ -500,3 +500,29 @@ def test_state_for_a_distributed_checkpoint_has_the_squares(kind):
     state = get_optimizer_state_dict(model, optimizer)["state"]  # runs a step to create it
     assert pruning.last_step == 0
     assert torch.equal(state["weight"]["squared_gradient"], torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("kind", [GradualMagnitudePruning, MagnitudePruning])
+def test_resuming_without_the_state_of_the_pruning_warns(kind):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    pruning = kind(optimizer, 0.5, total_steps=10)
+    train(model, optimizer, 8)
+    state = optimizer.state_dict()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    again = kind(optimizer, 0.5, total_steps=10)
+    optimizer.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"weights are zero, which may move .* state_dict\(\)"):
+        train(model, optimizer, 1)
+    train(model, optimizer, 1)  # warns once
+    again.load_state_dict(pruning.state_dict())
+    train(model, optimizer, 1)
+
+
+def test_pruning_after_a_dense_training_does_not_warn():
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    train(model, optimizer, 2)
+    GradualMagnitudePruning(optimizer, 0.5, total_steps=10)
+    train(model, optimizer, 10)
+    assert zeros_of(model) == round(0.5 * weights_of(model))

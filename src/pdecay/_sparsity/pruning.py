@@ -5,6 +5,8 @@
 
 Both act in the optimizer's hooks, after its own update. A decay that is attached to the same
 optimizer, or that is part of it, may act before or after them: it multiplies, so zeros stay zero.
+
+A checkpoint needs their ``state_dict()`` besides those of the model and the optimizer.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from torch.optim import Optimizer
 from pdecay._core.penalty import magnitude
 from pdecay._core.ramp import check_ramp, cubic_ramp, linear_ramp
 from pdecay._core.validation import check_count, check_number
-from pdecay._optim.hooks import StepHooks, is_skipped, only_creates_state, unwrap
+from pdecay._optim.hooks import (
+    StepHooks,
+    is_skipped,
+    local_optimizer,
+    only_creates_state,
+    unwrap,
+)
 from pdecay._sparsity.metric import (
     Rank,
     adaptive_scores,
@@ -31,6 +39,9 @@ from pdecay._sparsity.metric import (
 )
 from pdecay._sparsity.ranking import count_weights, count_zeros, zero_smallest_
 from pdecay._sparsity.shards import local_part
+from pdecay._utils.user_warnings import warn_user
+
+_FEW = 0.01  # share of zeros that a training without pruning may have: padding rows of embeddings
 
 
 class _Pruning(StepHooks):
@@ -47,6 +58,7 @@ class _Pruning(StepHooks):
     ) -> None:
         super().__init__(unwrap(optimizer))
         self.total_steps = check_count("total_steps", total_steps)
+        self._warned = False
         default = max(1, self.total_steps // 100)
         self.every = default if every is None else check_count("every", every)
         self.last_step = 0
@@ -89,15 +101,33 @@ class _Pruning(StepHooks):
         return f"{type(self).__name__}({shown})"
 
     def before_step(self, *, has_closure: bool) -> None:
-        """Check that the optimizer still has the chosen parameters."""
-        if not self._chosen:
-            return
+        """Check the parameters and the state."""
+        if self._chosen:
+            self._check_chosen(self._chosen)
+        if not (self.last_step or self._warned):
+            self._warn_of_lost_state()
+
+    def _check_chosen(self, chosen: list[Tensor]) -> None:
+        """Raise RuntimeError if the optimizer does not have the chosen parameters any more."""
         known = {param for group in self.optimizer.param_groups for param in group["params"]}
-        if missing := [tuple(one.shape) for one in self._chosen if one not in known]:
+        if missing := [tuple(one.shape) for one in chosen if one not in known]:
             raise RuntimeError(
                 f"params of {type(self).__name__} has tensors, of shapes {missing}, that the "
                 "optimizer does not have any more. Code that shards a model replaces its "
                 "parameters: create the pruning after it, with the new ones"
+            )
+
+    def _warn_of_lost_state(self) -> None:
+        """Warn at the first step if a run was resumed without the state of the pruning."""
+        if not local_optimizer(self.optimizer).state:
+            return
+        zeros, size = count_zeros(self.params), count_weights(self.params)
+        if zeros > _FEW * size:
+            self._warned = True
+            warn_user(
+                f"{type(self).__name__} starts at step 0, but the optimizer has taken steps, and "
+                f"{zeros} of {size} weights are zero, which may move until the pruning begins. To "
+                "resume a run, save the state_dict() of the pruning, too, and load it"
             )
 
     def after_step(self) -> None:
@@ -141,6 +171,7 @@ class MagnitudePruning(_Pruning):
     Every `every` steps, and at the last one, all weights with ``|w|`` below a threshold are set to
     0. The threshold is 0 at first, grows linearly to its final value, and stays there. Between two
     prunings weights may become nonzero again; those that stay small are pruned again.
+    Save its ``state_dict()`` with each checkpoint.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
@@ -208,7 +239,8 @@ class GradualMagnitudePruning(_Pruning):
     of them is zero, updated every `every` steps. The ramp begins at step t_0 = start * total_steps
     and ends at step t_1 = end * total_steps. At the end of the ramp the count is exact, and
     the remaining weights train on. Once the ramp has begun, zero weights stay zero. No mask is
-    stored: the zeros before each update are the mask.
+    stored: the zeros before each update are the mask. Save its ``state_dict()`` with each
+    checkpoint.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
