@@ -1,6 +1,7 @@
 """Single steps and settings of the optimizers, on the backend of this process."""
 
 import inspect
+import signal
 import sys
 
 import keras
@@ -96,6 +97,27 @@ def test_zeros_stay_and_remain_finite():
     for _ in range(3):
         step([ones(4, 4)])
     assert np.isfinite(array(w)).all()
+    assert ((array(w) == 0) == (start == 0)).all()
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="TensorFlow runs the step as one graph")
+def test_ctrl_c_between_update_and_decay_keeps_zeros(monkeypatch):
+    start = np.eye(4, dtype="float32")
+    w = variable(start)
+    optimizer = pk.PSGD(0.1, decay=Lp(1, 1e-3))
+    optimizer.build([w])
+    name = "_backend_update_step"
+    base = next(c for c in pk.PSGD.__mro__ if name in vars(c) and c.__module__.startswith("keras."))
+    update = getattr(base, name)
+
+    def interrupted(*args):
+        update(*args)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(base, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.apply([ops.convert_to_tensor(ones(4, 4))])
+    assert not (array(w) == start).all()
     assert ((array(w) == 0) == (start == 0)).all()
 
 

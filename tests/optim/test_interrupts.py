@@ -9,7 +9,8 @@ import torch
 
 import pdecay
 from pdecay import Lp
-from pdecay._optim import interrupts, steps
+from pdecay._optim import steps
+from pdecay._utils import interrupts
 
 
 class Interrupted(torch.optim.SGD):

@@ -33,11 +33,11 @@ from pdecay._core.penalty import Penalty
 from pdecay._core.tensors import TensorList, is_tracing
 from pdecay._core.validation import check_number
 from pdecay._optim.cache_parts import IN_CACHE, cache_parts
-from pdecay._optim.interrupts import deferred_interrupts
 from pdecay._optim.kernels import native
 from pdecay._optim.kernels.layout import PLAIN
 from pdecay._optim.kernels.old_weights import OldWeights
 from pdecay._optim.kernels.selection import kernels_for, may_use_c, table_for
+from pdecay._utils.interrupts import deferred_interrupts
 
 Rate = float | Tensor
 State = dict[Tensor, dict[str, Any]]

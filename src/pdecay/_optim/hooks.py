@@ -32,8 +32,8 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 from torch.optim import Optimizer
 
 from pdecay._core.parameters import is_zero
-from pdecay._optim.interrupts import deferred_interrupts, is_inside
 from pdecay._optim.state_precision import restore_squares
+from pdecay._utils.interrupts import deferred_interrupts, is_inside
 
 T = TypeVar("T", bound="StepHooks")
 

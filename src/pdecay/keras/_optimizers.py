@@ -29,6 +29,7 @@ from keras import ops
 
 from pdecay._core.names import EXCLUDED_NAMES
 from pdecay._core.penalty import Lp, Penalty, as_penalty
+from pdecay._utils.interrupts import deferred_interrupts
 
 Tensor = Any  # a tensor of Keras' backend
 Variable = Any  # a keras.Variable, or a tf.Variable
@@ -149,9 +150,15 @@ class PNormDecay(keras.optimizers.Optimizer):
             learning_rate: Tensor,
         ) -> None:
             factors = [self._factor(variable, learning_rate) for variable in trainable_variables]
-            super()._backend_update_step(grads, trainable_variables, learning_rate)
-            for variable, factor in zip(trainable_variables, factors, strict=True):
-                self._multiply(variable, factor)
+            update = super()._backend_update_step
+
+            def decay() -> None:
+                for variable, factor in zip(trainable_variables, factors, strict=True):
+                    self._multiply(variable, factor)
+
+            deferred_interrupts.run(  # on torch, Ctrl-C in between would leave no zeros
+                functools.partial(update, grads, trainable_variables, learning_rate), decay
+            )
 
     def _factor(self, variable: Variable, learning_rate: Tensor) -> Tensor | None:
         if self.decay is None or len(variable.shape) < 2:
