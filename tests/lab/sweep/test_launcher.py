@@ -261,6 +261,16 @@ def test_worker_that_cannot_run_stops_the_sweep(tmp_path, monkeypatch):
         run_sweep(plan, tmp_path / "sweep")
 
 
+def test_death_of_the_process_that_starts_workers_is_reported(tmp_path, monkeypatch):
+    def fail(file):
+        raise EOFError("unexpected EOF")  # as Python does
+
+    monkeypatch.setattr(launcher.forkserver, "read_signed", fail)
+    plan = Grid(task="digits", scale="quick", grids=[{"method": ["adamw"]}])
+    with pytest.raises(SweepError, match="the process that starts workers was killed: is there"):
+        run_sweep(plan, tmp_path / "sweep")
+
+
 def test_folder_of_a_running_sweep_is_locked(sweep, processes, tmp_path, cells, pause):
     pause(0.05)
     out = tmp_path / "sweep"

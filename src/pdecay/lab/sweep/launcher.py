@@ -219,7 +219,13 @@ class Launcher:
         _start_server()
         connection, theirs = context.Pipe()
         process = context.Process(target=work, args=(self._job, theirs))
-        process.start()
+        try:
+            process.start()
+        except (EOFError, ConnectionError):
+            raise SweepError(
+                "the process that starts workers was killed: is there enough memory for "
+                f"{self._number} of them? {_KEPT}"
+            ) from None
         theirs.close()  # otherwise the connection would not end with the worker
         self.workers[process.pid or 0] = process, connection
 
