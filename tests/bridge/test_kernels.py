@@ -142,10 +142,11 @@ def test_conjugate_gradients_solve_the_system(kernels, d, m):
     rng = np.random.default_rng(0)
     x = packable(rng, 35, d)
     weights, right = rng.random(d).astype(np.float32), rng.random(35).astype(np.float32)
-    p = np.asfortranarray(np.linalg.qr(rng.standard_normal((35, m)))[0] * 0.9, dtype=np.float32)
+    h = np.asfortranarray(np.linalg.qr(rng.standard_normal((35, m)))[0], dtype=np.float32)
+    inverse = Inverse(h, np.diag(rng.uniform(0.5, 0.9, m)).astype(np.float32), 3.0)
     before = right.copy()
     packed = kernels.pack(x, 1.0)
-    found, products, converged = kernels.solve(packed, weights, Inverse(p, 3.0), right, 1e-5, 100)
+    found, products, converged = kernels.solve(packed, weights, inverse, right, 1e-5, 100)
     exact = np.linalg.solve(np.eye(35) + (x * weights) @ x.T, right)
     assert converged
     assert (right == before).all()
@@ -158,11 +159,11 @@ def test_conjugate_gradients_report_that_they_stopped_early(kernels):
     x = packable(rng, 35, 50)
     packed = kernels.pack(x, 1.0)
     weights, right = np.full(50, 9.0, np.float32), np.ones(35, np.float32)
-    none = Inverse(np.empty((35, 0), np.float32, order="F"), 1.0)
+    none = Inverse(np.empty((35, 0), np.float32, order="F"), np.empty((0, 0), np.float32), 1.0)
     found, products, converged = kernels.solve(packed, weights, none, right, 1e-5, 3)
     assert not converged
     np.testing.assert_allclose(products, x.T @ found, rtol=1e-3, atol=1e-3)
-    bad = Inverse(none.p, float("nan"))
+    bad = none._replace(rest=float("nan"))
     assert not kernels.solve(packed, weights, bad, right, 1e-5, 3)[2]
 
 
@@ -174,6 +175,8 @@ def test_products_with_a_packed_matrix(kernels, shape):
     packed = kernels.pack(x, 0.5)
     np.testing.assert_allclose(kernels.packed_times(packed, w), x @ w / 2, atol=1e-5)
     np.testing.assert_allclose(kernels.packed_correlate(packed, r), x.T @ r / 2, atol=1e-5)
+    some = np.arange(shape[1])[::-3].copy()
+    np.testing.assert_allclose(kernels.packed_columns(packed, some), x[:, some] / 2, rtol=1e-6)
 
 
 def test_packed_columns_have_their_own_scale(kernels):

@@ -112,25 +112,42 @@ void bridge_packed(int64_t n, int64_t d, const uint32_t *x, const float *scales,
     }
 }
 
-/* z = (r - P P' r) / rest for an n x m matrix P in single precision and column order; r and z have `rows` >= n numbers. */
-static void precondition(int64_t rows, int64_t n, int64_t m, const float *p, double rest, const float *r, float *z)
+/* result = the m columns of X with the given indices. */
+void bridge_columns(int64_t n, int64_t rows, const uint32_t *x, const float *scales, int64_t m, const int64_t *indices,
+                    float *result)
 {
-    float inverse = (float)(1 / rest);
+    for (int64_t k = 0; k < m; k++) {
+        const int64_t j = indices[k];
+        const uint32_t *pairs = x + j / 2 * rows;
+        float *column = result + k * n;
+        if (j % 2) for (int64_t i = 0; i < n; i++) column[i] = scales[j] * second(pairs[i]);
+        else for (int64_t i = 0; i < n; i++) column[i] = scales[j] * first(pairs[i]);
+    }
+}
+
+/* z = (r - H K H' r) / rest for an n x m matrix H in column order and an m x m matrix K. r and z have `rows` >= n
+ * numbers, `work` has m. */
+static void precondition(int64_t rows, int64_t n, int64_t m, const float *h, const float *k, double rest,
+                         const float *r, float *z, float *work)
+{
+    float per_rest = (float)(1 / rest);
     for (int64_t i = 0; i < rows; i++) z[i] = r[i];
+    for (int64_t j = 0; j < m; j++) work[j] = dot_single(n, h + j * n, r);
     for (int64_t j = 0; j < m; j++) {
-        const float *a = p + j * n;
-        float sum = dot_single(n, a, r);
+        const float *a = h + j * n;
+        float sum = dot_single(m, k + j * m, work);
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) z[i] -= sum * a[i];
     }
-    for (int64_t i = 0; i < rows; i++) z[i] *= inverse;
+    for (int64_t i = 0; i < rows; i++) z[i] *= per_rest;
 }
 
 /* Solve (I + X diag(weights) X') solution = r for a packed X by conjugate gradients, until the residual, which
- * replaces r, is at most `accuracy`; products = X' solution. The preconditioner is (I - P P') / rest, with m columns
- * in P, which has a row for each of the samples that the n rows contain. `work` has room for 3 n + d numbers. Returns the number of iterations, or -1 without convergence. */
+ * replaces r, is at most `accuracy`; products = X' solution. The preconditioner is (I - H K H') / rest, with m columns
+ * in H, which has a row for each of the samples that the n rows contain. `work` has room for 3 n + d + m numbers.
+ * Returns the number of iterations, or -1 without convergence. */
 int64_t bridge_solve(int64_t n, int64_t d, const uint32_t *x, const float *scales, const float *weights, int64_t samples,
-                     int64_t m, const float *p, double rest, double accuracy, int64_t most, float *r,
+                     int64_t m, const float *h, const float *k, double rest, double accuracy, int64_t most, float *r,
                      float *solution, float *products, float *work)
 {
     float *direction = work, *image = direction + n, *z = image + n, *sums = z + n;
@@ -139,7 +156,7 @@ int64_t bridge_solve(int64_t n, int64_t d, const uint32_t *x, const float *scale
     for (int64_t j = 0; j < d; j++) products[j] = 0;
     for (int64_t iteration = 1; iteration <= most; iteration++) {
         double before = product;
-        precondition(n, samples, m, p, rest, r, z);
+        precondition(n, samples, m, h, k, rest, r, z, sums + d);
         product = dot_single(n, r, z);
         if (!(product > 0)) return -1;      /* rounding errors, or overflow */
         float share = before > 0 ? (float)(product / before) : 0;

@@ -57,13 +57,6 @@ class DenseDesign:
         """Return ``u = X' t`` and ``X (base + weights * u)``, reading X once."""
         return kernels().through(self.x, t, base, weights)
 
-    def columns(self, indices: Indices, factor: float) -> Singles:
-        """Return some columns of ``factor * X`` in single precision."""
-        rows: Singles = np.multiply(
-            self.x.T[indices], factor, dtype=np.float32, casting="same_kind"
-        )
-        return rows.T
-
     def rough(self, factor: float) -> RoughDense:
         """Return ``factor * X`` in lower precision."""
         return RoughDense(kernels().pack(self.x, factor))
@@ -127,11 +120,6 @@ class SparseDesign:
         u = self.correlate(t)
         return u, -self.residual(np.zeros_like(t), base + weights * u)
 
-    def columns(self, indices: Indices, factor: float) -> Singles:
-        """Return some columns of ``factor * X`` in single precision."""
-        x = self.x[:, indices].toarray() - np.outer(self.roots, self.means[indices])
-        return np.asarray(factor * x, dtype=np.float32)
-
     def rough(self, factor: float) -> RoughSparse:
         """Return ``factor * X`` in lower precision."""
         x = (self.x * factor).astype(np.float32)
@@ -175,6 +163,10 @@ class RoughDense:
         """Return ``X' r``."""
         return kernels().packed_correlate(self.packed, r)
 
+    def columns(self, indices: Indices) -> Singles:
+        """Return some columns, in column order."""
+        return kernels().packed_columns(self.packed, indices)
+
     def solve(
         self, weights: Singles, inverse: Inverse, right: Singles, accuracy: float, most: int
     ) -> tuple[Singles, Singles, bool]:
@@ -196,6 +188,12 @@ class RoughSparse:
     def correlate(self, r: Singles) -> Singles:
         """Return ``X' r``."""
         return np.asarray(self.transposed @ r - self.means * (self.roots @ r))
+
+    def columns(self, indices: Indices) -> Singles:
+        """Return some columns, in column order."""
+        columns: Singles = self.x[:, indices].toarray(order="F")
+        columns -= np.outer(self.roots, self.means[indices])
+        return columns
 
     def solve(
         self, weights: Singles, inverse: Inverse, right: Singles, accuracy: float, most: int

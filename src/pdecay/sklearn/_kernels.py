@@ -41,7 +41,7 @@ class CompiledKernels(PythonKernels):
             getattr(self._library, f"bridge_{name}").restype = ctypes.c_int64
         for name in ("prox", "steps", "sparse_products", "sparse_gram"):
             getattr(self._library, f"bridge_{name}").restype = None
-        for name in ("scale", "through", "pack", "packed"):
+        for name in ("scale", "through", "pack", "packed", "columns"):
             getattr(self._library, f"bridge_{name}").restype = None
 
     def prox(self, terms: Terms, x: Floats, t: Floats, start: Floats | None = None) -> Floats:
@@ -149,16 +149,24 @@ class CompiledKernels(PythonKernels):
         self._library.bridge_packed(*_matrix(x), None, _of(r), _of(sums), None)
         return sums[: x.shape[1]]
 
+    def packed_columns(self, x: Packed, indices: Indices) -> Singles:
+        result: Singles = np.empty((x.shape[0], len(indices)), dtype=np.float32, order="F")
+        self._library.bridge_columns(
+            _int(x.shape[0]), _int(x.rows), _of(x.words), _of(x.scales), _int(len(indices)),
+            _of(indices), _of(result, "F"),
+        )  # fmt: skip
+        return result
+
     def solve(
         self, x: Packed, weights: Singles, inverse: Inverse, right: Singles, accuracy: float,
         most: int,
     ) -> tuple[Singles, Singles, bool]:  # fmt: skip
-        n, d = x.shape
+        (n, d), m = x.shape, len(inverse.k)
         weights, residual = _padded(weights, x.columns), _padded(right, x.rows)
         solution = _aligned_zeros(x.rows)
-        products, work = _aligned_zeros(x.columns), _aligned_zeros(3 * x.rows + x.columns)
+        products, work = _aligned_zeros(x.columns), _aligned_zeros(3 * x.rows + x.columns + m)
         done = self._library.bridge_solve(
-            *_matrix(x), _of(weights), _int(n), _int(inverse.p.shape[1]), _of(inverse.p, "F"),
+            *_matrix(x), _of(weights), _int(n), _int(m), _of(inverse.h, "F"), _of(inverse.k),
             ctypes.c_double(inverse.rest), ctypes.c_double(accuracy), _int(most),
             _of(residual), _of(solution), _of(products), _of(work),
         )  # fmt: skip

@@ -134,6 +134,10 @@ class PythonKernels:
         """Return ``X' r``."""
         return np.asarray(x.T @ r)
 
+    def packed_columns(self, x: Any, indices: Indices) -> Singles:
+        """Return some columns of a packed X, in column order."""
+        return np.asfortranarray(x[:, indices])
+
     def solve(
         self, x: Any, weights: Singles, inverse: Inverse, right: Singles, accuracy: float, most: int
     ) -> tuple[Singles, Singles, bool]:
@@ -147,9 +151,10 @@ class PythonKernels:
 
 
 class Inverse(NamedTuple):
-    """The approximate inverse ``(I - P P') / rest`` of the matrix of a linear system."""
+    """The approximate inverse ``(I - H K H') / rest`` of the matrix of a linear system."""
 
-    p: Singles  # in column order
+    h: Singles  # in column order
+    k: Singles
     rest: float
 
 
@@ -175,7 +180,7 @@ def conjugate_gradients(
     r, x, products = right, np.zeros_like(right), None
     direction, before = np.zeros_like(right), np.inf
     for _ in range(most):
-        z = (r - inverse.p @ (inverse.p.T @ r)) / np.float32(inverse.rest)
+        z = (r - inverse.h @ (inverse.k @ (inverse.h.T @ r))) / np.float32(inverse.rest)
         size = float(r @ z)
         if not size > 0:  # rounding errors, or overflow
             break

@@ -114,19 +114,21 @@ class Systems:
         rest = 1 + (share.sum() - share[heavy].sum()) / n
         if not (len(heavy) and np.isfinite(rest)):
             return self._no_inverse()
-        # By the Woodbury identity: P = X U^-1 with U' U = X' X + diag(rest / weights).
-        x: Singles = self.design.columns(heavy, 1 / self.scale)
-        matrix = (x.T @ x).astype(np.float64)
+        # By the Woodbury identity, with the heavy columns H: K = (H' H + diag(rest / weights))^-1.
+        h = self.x.columns(heavy)
+        matrix = (h.T @ h).astype(np.float64)
         matrix.flat[:: len(heavy) + 1] += rest / (weights[heavy] * self.scale**2)
         factor, failed = linalg.lapack.dpotrf(matrix, overwrite_a=True)
         if failed:
             return self._no_inverse()
-        p = linalg.blas.strsm(1.0, factor.astype(np.float32), x, side=1, overwrite_b=True)
-        self._last = (heavy, weights[heavy], Inverse(p, rest))
+        upper, _ = linalg.lapack.dpotri(factor, overwrite_c=True)
+        k = np.triu(upper) + np.triu(upper, 1).T
+        self._last = (heavy, weights[heavy], Inverse(h, k.astype(np.float32, order="C"), rest))
         return self._last[2]
 
     def _no_inverse(self) -> Inverse:
-        return Inverse(np.empty((self.design.shape[0], 0), dtype=np.float32, order="F"), 1.0)
+        h: Singles = np.empty((self.design.shape[0], 0), dtype=np.float32, order="F")
+        return Inverse(h, np.empty((0, 0), dtype=np.float32), 1.0)
 
     def _factorise(self, weights: Floats, right: Floats) -> Floats:
         """Solve by the smaller of two matrices; return zeros if it cannot be factorised."""
