@@ -129,18 +129,11 @@ def test_c_and_python_sweeps_agree(needs_native, penalty):
         np.testing.assert_allclose(c, python, rtol=1e-9, atol=1e-12)
 
 
-def packable(rng, *shape):
-    """Return numbers that are exact with 16 bits: multiples of each column's largest / 32767."""
-    x = rng.integers(-32767, 32768, shape)
-    x[0] = 32767
-    return np.asfortranarray(x / 2**15)
-
-
 @pytest.mark.parametrize("d", [1, 4, 7, 200])
 @pytest.mark.parametrize("m", [0, 1, 6])
 def test_conjugate_gradients_solve_the_system(kernels, d, m):
     rng = np.random.default_rng(0)
-    x = packable(rng, 35, d)
+    x = np.asfortranarray(rng.uniform(-1, 1, (35, d)))
     weights, right = rng.random(d).astype(np.float32), rng.random(35).astype(np.float32)
     h = np.asfortranarray(np.linalg.qr(rng.standard_normal((35, m)))[0], dtype=np.float32)
     inverse = Inverse(h, np.diag(rng.uniform(0.5, 0.9, m)).astype(np.float32), 3.0)
@@ -156,7 +149,7 @@ def test_conjugate_gradients_solve_the_system(kernels, d, m):
 
 def test_conjugate_gradients_report_that_they_stopped_early(kernels):
     rng = np.random.default_rng(0)
-    x = packable(rng, 35, 50)
+    x = np.asfortranarray(rng.uniform(-1, 1, (35, 50)))
     packed = kernels.pack(x, 1.0)
     weights, right = np.full(50, 9.0, np.float32), np.ones(35, np.float32)
     none = Inverse(np.empty((35, 0), np.float32, order="F"), np.empty((0, 0), np.float32), 1.0)
@@ -170,13 +163,13 @@ def test_conjugate_gradients_report_that_they_stopped_early(kernels):
 @pytest.mark.parametrize("shape", [(1, 1), (16, 8), (35, 7), (40, 19)])
 def test_products_with_a_packed_matrix(kernels, shape):
     rng = np.random.default_rng(0)
-    x = packable(rng, *shape)
+    x = np.asfortranarray(rng.uniform(-1, 1, shape))
     w, r = (rng.standard_normal(size).astype(np.float32) for size in shape[::-1])
     packed = kernels.pack(x, 0.5)
-    np.testing.assert_allclose(kernels.packed_times(packed, w), x @ w / 2, atol=1e-5)
-    np.testing.assert_allclose(kernels.packed_correlate(packed, r), x.T @ r / 2, atol=1e-5)
+    np.testing.assert_allclose(kernels.packed_times(packed, w), x @ w / 2, atol=1e-4)
+    np.testing.assert_allclose(kernels.packed_correlate(packed, r), x.T @ r / 2, atol=1e-4)
     some = np.arange(shape[1])[::-3].copy()
-    np.testing.assert_allclose(kernels.packed_columns(packed, some), x[:, some] / 2, rtol=1e-6)
+    np.testing.assert_allclose(kernels.packed_columns(packed, some), x[:, some] / 2, atol=1e-5)
 
 
 def test_packed_columns_have_their_own_scale(kernels):
@@ -185,7 +178,7 @@ def test_packed_columns_have_their_own_scale(kernels):
         float(kernels.packed_times(kernels.pack(x, 1.0), np.eye(7, dtype=np.float32)[j])[0])
         for j in range(7)
     ]
-    np.testing.assert_allclose(rounded, x[0], rtol=1e-6)
+    np.testing.assert_allclose(rounded, x[0], rtol=2e-5)
     assert rounded[3] == 0
 
 

@@ -46,30 +46,36 @@ static float dot_single(int64_t n, const float *a, const float *b)
     return sum;
 }
 
-/* The numbers of a pair of 16-bit integers, times 2^16. */
-static inline float first(uint32_t pair) { return (float)(int32_t)(pair & 0xffff0000u); }
+/* The numbers of a pair, times 2^16. The first one is the whole word: bridge_pack compensates for the second one, which is
+ * in its low half. */
+static inline float first(uint32_t pair) { return (float)(int32_t)pair; }
 
 static inline float second(uint32_t pair) { return (float)(int32_t)(pair << 16); }
+
+/* Return the multiplier of a column that makes its largest number 32767; 0 for a column of zeros, or nearly. */
+static double units(int64_t n, const double *a)
+{
+    double most = 0;
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < n; i++) most = fabs(a[i]) > most ? fabs(a[i]) : most;
+    return 32767 / most <= DBL_MAX ? 32767 / most : 0;
+}
 
 /* Store pairs of columns of factor * X as pairs of 16-bit integers, which are multiples of 2^16 * scales[j]. A column of
  * pairs has `rows` >= n of them. The caller has set `packed` and `scales` to zero. */
 void bridge_pack(int64_t n, int64_t d, const double *x, double factor, int64_t rows, uint32_t *packed, float *scales)
 {
-    for (int64_t j = 0; j < d; j++) {
-        const double *a = x + j * n;
+    for (int64_t j = 0; j < d; j += 2) {
+        const double *a = x + j * n, *b = j + 1 < d ? a + n : a;
+        const double per_a = units(n, a), per_b = j + 1 < d ? units(n, b) : 0;
         uint32_t *pairs = packed + j / 2 * rows;
-        double most = 0;
-#pragma omp simd reduction(max : most)
-        for (int64_t i = 0; i < n; i++) most = fabs(a[i]) > most ? fabs(a[i]) : most;
-        double inverse = 32767 / most;
-        if (!(inverse <= DBL_MAX)) continue;        /* a column of zeros, or nearly */
-        scales[j] = (float)(factor * most / (32767.0 * 65536.0));
-        if (j % 2)
-            for (int64_t i = 0; i < n; i++)
-                pairs[i] |= (uint32_t)(int32_t)(a[i] * inverse + (a[i] < 0 ? -0.5 : 0.5)) & 0xffffu;
-        else
-            for (int64_t i = 0; i < n; i++)
-                pairs[i] = (uint32_t)(int32_t)(a[i] * inverse + (a[i] < 0 ? -0.5 : 0.5)) << 16;
+        if (per_a) scales[j] = (float)(factor / per_a / 65536);
+        if (per_b) scales[j + 1] = (float)(factor / per_b / 65536);
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t low = (uint32_t)(int32_t)(b[i] * per_b + (b[i] < 0 ? -0.5 : 0.5)) & 0xffffu;
+            double rest = a[i] * per_a - low / 65536.0;
+            pairs[i] = (uint32_t)(int32_t)(rest + (rest < 0 ? -0.5 : 0.5)) << 16 | low;
+        }
     }
 }
 
