@@ -49,7 +49,7 @@ NORMS: dict[str, Penalty] = {
     ELASTIC: Lp(0.8, LAM) + Lp(2, LAM),
 }
 ONE_NORM = {"0.8": NORMS["0.8"]}
-PLACES = 9  # in memory
+PLACES = 6  # in memory
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "MLP": functools.partial(MLP, 64, [256, 128], 10),
     "char-GPT": functools.partial(GPT, 65, 64, 4, 4, 128),
