@@ -307,6 +307,26 @@ def test_target_does_not_warn_between_two_calls_of_fit(digits):
     assert zeros(model)[0] == round(zeros(model)[1] / 2)
 
 
+@pytest.mark.parametrize("jit_compile", [False, True] if BACKEND == "tensorflow" else [False])
+def test_model_without_an_input_shape_decays_from_the_first_step(digits, jit_compile):
+    def trained(*first):
+        keras.utils.set_random_seed(0)
+        zero = layers.Dense(16, kernel_initializer="zeros", bias_initializer="ones")
+        model = keras.Sequential([*first, layers.Dense(32, "relu"), zero, layers.Dense(10)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(pk.PAdam(1e-2, decay=Lp(0.8, 1e-2)), loss, jit_compile=jit_compile)
+        fit(model, digits, 1)
+        assert [len(v.shape) for v in model.optimizer.decayed_variables] == [2, 2]  # not the zeros
+        target = pk.SparsityTarget(0.9, 5 * STEPS_PER_EPOCH, start=0.3)
+        fit(model, digits, 5, 1, callbacks=[target])
+        return model
+
+    model = trained()
+    for w, same in zip(weights(model), weights(trained(keras.Input((64,)))), strict=True):
+        np.testing.assert_allclose(w, same, atol=1e-4)
+    assert pk.sparsity(model) == pytest.approx(0.9, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "error", "message"),
     [

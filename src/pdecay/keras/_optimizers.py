@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -120,8 +121,20 @@ class PNormDecay(keras.optimizers.Optimizer):
             aggregation="only_first_replica",
             name="decay_mask",
         )
+        self._choose_decayed()
+
+    def _choose_decayed(self) -> None:
+        """Write the mask, once the variables have values.
+
+        A model without an input shape is built while TensorFlow traces its first training step.
+        Its variables have no values then; TensorFlow sets them and traces the step again.
+        """
+        variables = self._trainable_variables
         with _eager():
-            self.decay_mask.assign([float(self._should_decay(v)) for v in variables])
+            sizes = [ops.convert_to_numpy(variable).size for variable in variables]
+            self._has_chosen = sizes == [math.prod(variable.shape) for variable in variables]
+            if self._has_chosen:
+                self.decay_mask.assign([float(self._should_decay(v)) for v in variables])
 
     @property
     def decayed_variables(self) -> list[Variable]:
@@ -163,6 +176,8 @@ class PNormDecay(keras.optimizers.Optimizer):
     def _factor(self, variable: Variable, learning_rate: Tensor) -> Tensor | None:
         if self.decay is None or len(variable.shape) < 2:
             return None
+        if not self._has_chosen:
+            self._choose_decayed()
         scale = self.decay_scale * self.decay_mask[self._get_variable_index(variable)]
         return decay_factor(self.decay, _value(variable), learning_rate, scale)
 
