@@ -114,11 +114,11 @@ class SparsityTarget(SparsityLogger):
         self._before, self._is_new = None, True
         self._first = self._step = _steps(optimizer)
         if self._step == 0 or self._step < self._begin:
-            if not 0 < float(optimizer.decay_scale) <= 2 * HOLD:  # else freeze_zeros was called
+            if not 0 < _scale(optimizer) <= 2 * HOLD:  # else freeze_zeros was called
                 optimizer.decay_scale.assign(0.0)
         elif self._step >= self._end:
             missing = _missing_zeros(_magnitudes(optimizer), self.target)
-            if missing > 0 or float(optimizer.decay_scale) > 2 * HOLD:
+            if missing > 0 or _scale(optimizer) > 2 * HOLD:
                 warnings.warn(
                     f"SparsityTarget({self.target}) has no effect: the optimizer has made "
                     f"{self._step} steps, and the ramp ended at {self._end}; compile the model "
@@ -261,6 +261,11 @@ class SparsityTarget(SparsityLogger):
 
 def _steps(optimizer: PNormDecay) -> int:
     return int(ops.convert_to_numpy(optimizer.iterations))
+
+
+def _scale(optimizer: PNormDecay) -> float:
+    # float() of the variable fails if TensorFlow mirrors it on several devices.
+    return float(ops.convert_to_numpy(optimizer.decay_scale))
 
 
 def _decayed_arrays(optimizer: PNormDecay) -> list[np.ndarray[Any, Any]]:
