@@ -218,3 +218,13 @@ class TestGroupsAddedToAnAttachedOptimizer:
         assert pdecay.sparsity(module, optimizer=optimizer).layers[0].decayed
         optimizer = self.attached()
         pdecay.doctor(self.add(optimizer), optimizer)
+
+
+@pytest.mark.parametrize("schedule", [PSchedule, LamSchedule])
+def test_step_after_detach_names_the_missing_decay(schedule):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    handle = pdecay.attach(optimizer, Lp(0.8, 1e-2))
+    running = schedule(optimizer, [(0, 1.0), (10, 0.8)])
+    handle.detach()
+    with pytest.raises(TypeError, match=f"{schedule.__name__} needs an optimizer that decays"):
+        running.step()

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from pdecay._core.group_settings import HOLD, Group, penalty_of
 from pdecay._core.validation import check_count, check_number
-from pdecay._optim.attachment import complete_groups
 from pdecay._sparsity.freezing import decaying
 from pdecay._sparsity.target import target_of
 from pdecay._utils.user_warnings import warn_user
@@ -79,8 +78,8 @@ class _Schedule:
         return f"{type(self).__name__}({points}{restart}, last_step={self.last_step})"
 
     def _decaying(self) -> list[Group]:
-        complete_groups(self.optimizer)
-        return [group for group in self.optimizer.param_groups if group["decay"]]
+        optimizer = decaying(self.optimizer, type(self).__name__)  # attach may be undone by now
+        return [group for group in optimizer.param_groups if group["decay"]]
 
     def _write(self) -> None:
         raise NotImplementedError
