@@ -297,6 +297,13 @@ def test_target_warns_if_the_training_stops_before_the_end_of_the_ramp(digits, t
         fit(model, digits, 4, callbacks=[pk.SparsityTarget(0.5, total), Stop()])
 
 
+def test_target_warns_if_no_variable_decays(digits):
+    optimizer = pk.PAdam(1e-2)
+    optimizer.exclude_from_weight_decay(var_names=["kernel"])
+    with pytest.warns(UserWarning, match="no variable decays"):
+        fit(compiled(optimizer), digits, 2, callbacks=[pk.SparsityTarget(0.5)])
+
+
 def test_target_does_not_warn_between_two_calls_of_fit(digits):
     model = compiled(pk.PAdam(1e-2))
     with warnings.catch_warnings():

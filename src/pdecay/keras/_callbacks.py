@@ -193,10 +193,14 @@ class SparsityTarget(SparsityLogger):
         # with total_steps, another call of `fit` may follow
         if is_short and self.total_steps is not None and not self.model.stop_training:
             return
-        if (
-            self._first >= self._end
-            or not _missing_zeros(_magnitudes(self._optimizer()), self.target) > 0
-        ):
+        magnitudes = _magnitudes(self._optimizer())
+        if not magnitudes.size:
+            warnings.warn(
+                f"SparsityTarget({self.target}) has no effect: no variable decays; see "
+                "optimizer.decay_mask, and exclude_from_weight_decay, which may name all of them",
+                stacklevel=2,
+            )
+        if self._first >= self._end or not _missing_zeros(magnitudes, self.target) > 0:
             return
         reason = "its weights were replaced by others, perhaps of an earlier step"
         if is_short:
