@@ -54,6 +54,20 @@ def test_position_embeddings_beyond_the_example_are_kept():
     assert smaller.positions.shape == (1, 9, 6)
 
 
+@pytest.mark.parametrize("like", [torch.zeros_like, torch.ones_like])
+def test_tensors_like_a_parameter(like):
+    """The queries of DETR, for example."""
+
+    def forward(self, x):
+        queries = like(self.positions) + self.positions
+        return self.last(self.first(queries)) + x
+
+    layers = {"first": nn.Linear(6, 8), "last": nn.Linear(8, 6)}
+    model = Model(forward, positions=nn.Parameter(torch.randn(3, 6)), **layers)
+    model.last.weight.data[:, 2:4] = 0
+    assert compacted(model, torch.randn(2, 3, 6)).first.out_features < 8
+
+
 def test_position_embedding_rows_may_differ_beyond_the_example():
     def forward(self, x):
         alone = self.mix(self.positions[:, : x.shape[1]])

@@ -32,6 +32,8 @@ from pdecay.deployment.model.state import without_attention_fast_path
 # Operations whose arguments may bring the inputs' sizes into a tensor made from parameters.
 _SIZED = {"expand", "repeat", "new_zeros", "new_ones", "new_full", "new_empty"}
 _CONVERSIONS = {"tolist", "numpy", "__array__", "__dlpack__"}
+# The mask of a new value. A mask that is made during a recorded run may be wrapped and unusable.
+_NOTHING = torch.zeros((), dtype=torch.bool, device="cpu")
 
 
 @dataclass(eq=False)
@@ -58,9 +60,9 @@ class Value:
     static: bool = False
     sized: bool = False
     labels: list[Labels] = field(default_factory=list)
-    varies: Tensor = field(default_factory=lambda: torch.zeros(()))
-    live: Tensor = field(default_factory=lambda: torch.zeros(()))
-    changed: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.bool))
+    varies: Tensor = _NOTHING
+    live: Tensor = _NOTHING
+    changed: Tensor = _NOTHING
 
     @property
     def nonzero(self) -> Tensor:
