@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -70,6 +72,15 @@ def test_convolution_options(options):
     assert str(back) == str(dense)
     assert torch.equal(back.weight, dense.weight)
     torch.testing.assert_close(back(x), dense(x))
+
+
+@pytest.mark.parametrize("name", ["kernel_size", "stride", "padding", "dilation", "groups"])
+def test_options_may_be_integers_of_numpy(name):
+    dense = dense_conv(4, 8, **{"kernel_size": 3, name: np.int64(2)})
+    sparse = SparseConv2d(dense)
+    x = torch.randn(2, 4, 12, 9)
+    torch.testing.assert_close(sparse(x), dense(x), rtol=1e-5, atol=1e-5)
+    json.dumps(sparse._options())  # as in a saved program
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -43,9 +44,11 @@ class SparseLinear(SparseLayer):
         layer = as_linear(layer)
         if not isinstance(layer, nn.Linear):
             raise TypeError(f"SparseLinear needs an nn.Linear, got {type(layer).__name__}")
-        super().__init__(layer, Shape(layer.in_features, layer.out_features), relu=relu)
-        self.in_features = layer.in_features
-        self.out_features = layer.out_features
+        # These may be integers of numpy, as in nn.Linear(np.prod(shape), 10).
+        shape = Shape(int(layer.in_features), int(layer.out_features))
+        super().__init__(layer, shape, relu=relu)
+        self.in_features = shape.in_channels
+        self.out_features = shape.out_channels
 
     def to_dense(self) -> nn.Linear:
         """Return an ``nn.Linear`` with the same weight, without the ReLU of this layer."""
@@ -101,16 +104,16 @@ class SparseConv2d(SparseLayer):
         top, left, bottom, right = padding = _padding(layer.padding, kernel, dilation)
         is_zeros = layer.padding_mode == "zeros"
         shape = Shape(
-            *(layer.in_channels, layer.out_channels, kernel, stride),
-            *(padding if is_zeros else (0, 0, 0, 0), dilation, layer.groups),
+            *(int(layer.in_channels), int(layer.out_channels), kernel, stride),
+            *(padding if is_zeros else (0, 0, 0, 0), dilation, int(layer.groups)),
         )
         super().__init__(layer, shape, relu=relu)
-        self.in_channels = layer.in_channels
-        self.out_channels = layer.out_channels
+        self.in_channels = shape.in_channels
+        self.out_channels = shape.out_channels
         # Code of models reads these: for example, it pads by a part of the kernel's size.
         self.kernel_size, self.stride = kernel, stride
-        self.dilation, self.groups = dilation, layer.groups
-        self.padding = layer.padding
+        self.dilation, self.groups = dilation, shape.groups
+        self.padding = layer.padding if isinstance(layer.padding, str) else (top, left)
         self.padding_mode = layer.padding_mode
         self._border = None if is_zeros else (left, right, top, bottom)
 
@@ -171,8 +174,9 @@ def as_linear(layer: nn.Linear) -> nn.Linear:
     return linear
 
 
-def _pair(numbers: tuple[int, ...]) -> tuple[int, int]:
-    first, second = numbers
+def _pair(numbers: tuple[Any, ...]) -> tuple[int, int]:
+    """Return two numbers, with integers of numpy as Python's."""
+    first, second = (int(one) if isinstance(one, Integral) else one for one in numbers)
     return first, second
 
 
