@@ -569,6 +569,36 @@ def test_checks_of_other_sizes_do_not_change_later_runs(clock):
     assert deployed.size == model.size == 4
 
 
+class Remembers(nn.Module):
+    """A network that remembers its first or its last features in an attribute."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.last, self.features = last, None
+        self.layer, self.norm, self.relu = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()
+
+    def forward(self, x):
+        x = self.norm(self.layer(x))
+        if self.features is not None and self.last:
+            x = x + self.features[: len(x)]
+        x = self.relu(x)
+        if self.features is None or self.last:
+            self.features = x
+        return x if self.last else x - self.features[: len(x)].mean()
+
+
+@pytest.mark.parametrize("choose", ["sparse", "dense"])
+@pytest.mark.parametrize("last", [False, True])
+def test_deployed_model_does_not_remember_the_example(clock, choose, last):
+    model = mostly_zero(Remembers(last)).eval()
+    nn.init.normal_(model.norm.running_mean)
+    deployed = deploy(model, torch.randn(4, 32), choose=choose)
+    assert model.features is deployed.features is None
+    assert (deployed.report.chosen == "dense") == last  # it uses the layer in two ways
+    for x in torch.randn(3, 4, 32):
+        torch.testing.assert_close(deployed(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 class Domains(nn.Module):
     """A network with a batch norm for each domain, or one without for the second domain."""
 

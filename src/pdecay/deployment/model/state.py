@@ -112,6 +112,35 @@ def keeping_buffers(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
+@contextlib.contextmanager
+def keeping_attributes(*models: nn.Module, skip: type[nn.Module]) -> Iterator[None]:
+    """Restore the attributes of all modules on exit, because runs of a model may change them.
+
+    A model may remember its first input, for example. The models run with copies of their
+    attributes. Parameters, buffers, hooks, replaced forwards and modules of the type `skip` stay.
+    """
+    others = vars(nn.Module()).keys() | {"forward"}
+    modules = [module for model in models for module in model.modules()]
+    kept = [
+        (vars(module), {name: one for name, one in vars(module).items() if name not in others})
+        for module in modules
+        if not isinstance(module, skip)
+    ]
+    tensors = [one for model in models for one in (*model.parameters(), *model.buffers())]
+    memo: dict[int, object] = {id(one): one for one in (*modules, *tensors)}
+    try:
+        for attributes, values in kept:
+            for name, value in values.items():
+                with contextlib.suppress(Exception):  # it cannot be copied, such as an open file
+                    attributes[name] = copy.deepcopy(value, memo)
+        yield
+    finally:
+        for attributes, values in kept:
+            for name in attributes.keys() - values.keys() - others:
+                del attributes[name]
+            attributes.update(values)
+
+
 def memory_key(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for two strided tensors iff they view the same memory alike.
 

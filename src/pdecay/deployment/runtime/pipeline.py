@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pdecay._utils.progress import Progress
 from pdecay.deployment.compact import CompactError, compact
@@ -26,6 +26,8 @@ from pdecay.deployment.model.outputs import (
 from pdecay.deployment.model.state import (
     buffer_values,
     check_plain,
+    keeping_attributes,
+    keeping_buffers,
     set_buffers,
     shared_copy,
     total_nbytes,
@@ -146,7 +148,8 @@ def _deployed(
     given = shared_copy(model)
     set_buffers(given, buffer_values(model))  # a run may change them
     try:
-        usage = observe_usage(smaller, inputs)
+        with keeping_attributes(smaller, skip=SparseLayer):
+            usage = observe_usage(smaller, inputs)
     except Exception as cause:  # it ran without inference mode
         raise DeploymentError(
             f"the model does not run under torch.inference_mode() ({cause}): a model that computes "
@@ -171,13 +174,14 @@ def _deployed(
             notes.append(f"not sparse: the model does not run with sparse layers ({reason})")
 
     say(0.5, "comparing outputs")
-    expected = outputs(given, inputs)
+    # A model stays dense if its second call has other outputs: it may use its layers in other ways.
+    expected = 2 * _outputs(given, inputs, calls=1)
     changed: dict[Choice, nn.Module] = {
         name: one for name, one in models.items() if name != "dense"
     }
     for one in changed.values():
         set_buffers(one, buffers)
-    errors = {name: difference(expected, outputs(one, inputs)) for name, one in changed.items()}
+    errors = {name: difference(expected, _outputs(one, inputs)) for name, one in changed.items()}
     other_errors = _other_input_errors(given, changed, inputs)
     for name in ("smaller", "sparse"):
         where = "" if errors.get(name, 0.0) > _TOLERANCE else " for another size or number"
@@ -267,12 +271,18 @@ def _compacted(model: nn.Module, inputs: Inputs, notes: list[str]) -> nn.Module:
     except CompactError as error:
         try:
             smaller = copy.deepcopy(model).eval()
-            with without_writes_to(model, CompactError):
-                outputs(smaller, inputs)
+            with without_writes_to(model, CompactError), keeping_buffers(smaller):
+                _outputs(smaller, inputs)
         except Exception as own:  # the model cannot be copied or run
             raise error from own
         notes.append(f"not compacted: {error}")
     return smaller.eval().requires_grad_(False)
+
+
+def _outputs(model: nn.Module, inputs: Inputs, calls: int = 2) -> list[Tensor]:
+    """Return the outputs of calls in a row. The model does not remember them afterwards."""
+    with keeping_attributes(model, skip=SparseLayer):
+        return [one for _ in range(calls) for one in outputs(model, inputs)]
 
 
 def _other_input_errors(
@@ -305,10 +315,11 @@ def _fused_model(
     """Return a model with fused sparse layers, and the names of the fused operations."""
     plain, relus = with_sparse_layers(model, sparse, usage)
     fused, _ = with_sparse_layers(model, sparse, usage)
-    counts = {module: len(specs) for module, specs in record_calls(fused, inputs).items()}
+    with keeping_attributes(fused, skip=SparseLayer):
+        counts = {module: len(specs) for module, specs in record_calls(fused, inputs).items()}
     try:
         more = fuse(fused, counts)
-        same = difference(outputs(plain, inputs), outputs(fused, inputs)) <= _TOLERANCE
+        same = difference(_outputs(plain, inputs), _outputs(fused, inputs)) <= _TOLERANCE
     except Exception:  # torch.fx cannot represent a forward
         return plain, relus
     return (fused, [*relus, *more]) if same else (plain, relus)
@@ -330,14 +341,11 @@ def _time_models(
         say((time.perf_counter() - start) / max(seconds, 1e-9), "the whole model")
 
     on_round()
-    timing = interleaved(
-        calls,
-        rounds=6,
-        seconds=min(_MODEL_SECONDS, seconds),
-        limit=seconds,
-        turn=_TURN,
-        on_round=on_round,
-    )
+    with keeping_attributes(*distinct, skip=SparseLayer):
+        least = min(_MODEL_SECONDS, seconds)
+        timing = interleaved(
+            calls, rounds=6, seconds=least, limit=seconds, turn=_TURN, on_round=on_round
+        )
     index = {id(one): k for k, one in enumerate(distinct)}
     times, medians = (
         {name: seconds[index[id(one)]] for name, one in models.items()}
