@@ -15,7 +15,9 @@ from torch.nn import functional
 
 from pdecay.deployment.layers import kernel as layers_kernel
 from pdecay.deployment.layers.modules import SparseConv2d, SparseLayer
+from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.runtime.fusion import fuse
+from pdecay.deployment.runtime.usage import count_tensor_calls
 
 pytestmark = pytest.mark.skipif(bool(layers_kernel.available()), reason="no compiler")
 
@@ -207,6 +209,37 @@ def test_operators_work_in_place_in_a_fused_forward():
         torch.testing.assert_close(model(given), wanted)
         torch.testing.assert_close(given, 2 * x)
         torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x.clone()), wanted)
+
+
+class InHelper(Block):
+    def forward(self, x, mask):
+        return self.masked(functional.relu(self.first(x)), mask)
+
+    def masked(self, x, mask):
+        return 2 * x if mask is None else x * mask
+
+
+class OfAttribute(Block):
+    def forward(self, batch):
+        y = functional.relu(self.first(batch.x))
+        return 2 * y if batch.mask is None else y * batch.mask
+
+
+@pytest.mark.parametrize("kind", [InHelper, OfAttribute])
+@torch.no_grad()
+def test_branch_on_an_argument_that_is_no_tensor(kind):
+    model, x = kind(), torch.randn(2, 4, 9, 9)
+    arguments = (x, None) if kind is InHelper else (SimpleNamespace(x=x, mask=None),)
+    wanted = model(*arguments)
+    assert fuse(model, counts(model)) == ["the ReLU after first"]
+    torch.testing.assert_close(model(*arguments), wanted)
+
+
+def test_modules_that_get_other_arguments_than_tensors_are_not_fused():
+    model, x = OfAttribute(), torch.randn(2, 4, 9, 9)
+    calls = count_tensor_calls(model, Inputs.of((SimpleNamespace(x=x, mask=x),)))
+    assert calls == {model.first: 1}
+    assert fuse(model, calls) == []
 
 
 class Branches(Block):

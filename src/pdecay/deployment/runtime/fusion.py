@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from pdecay.deployment.layers.modules import SparseLayer
@@ -42,7 +42,7 @@ def fuse(model: nn.Module, counts: Mapping[nn.Module, int]) -> list[str]:
 
     Args:
         model: the model with sparse layers.
-        counts: the number of calls of each module in a run.
+        counts: the number of calls of each module in a run, see :func:`count_tensor_calls`.
 
     Returns:
         Descriptions of the fused operations.
@@ -66,8 +66,9 @@ def fuse(model: nn.Module, counts: Mapping[nn.Module, int]) -> list[str]:
 class _Forward:
     """A fused forward. It calls the submodules that the module has at that time.
 
-    If a fused layer was replaced by one that takes no sums and ReLUs, such as its ``to_dense()``,
-    the module's original forward runs.
+    The module's original forward runs if a fused layer was replaced by one that takes no sums and
+    ReLUs, such as its ``to_dense()``, and for arguments other than tensors, such as None or a dict:
+    the code may choose another branch for them.
 
     Args:
         module: the module.
@@ -90,6 +91,9 @@ class _Forward:
         return inspect.signature(self.traced.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for argument in (*args, *kwargs.values()):
+            if not isinstance(argument, Tensor):
+                return type(self.module).forward(self.module, *args, **kwargs)
         for modules, name in self.fused:
             if not getattr(modules.get(name), "takes_sums", False):
                 return type(self.module).forward(self.module, *args, **kwargs)

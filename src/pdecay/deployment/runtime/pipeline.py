@@ -43,7 +43,7 @@ from pdecay.deployment.runtime.layer_choice import (
 )
 from pdecay.deployment.runtime.rewriting import fold_batch_norms, with_sparse_layers
 from pdecay.deployment.runtime.timing import Timing, interleaved, usable_threads
-from pdecay.deployment.runtime.usage import Usage, observe_usage, record_calls
+from pdecay.deployment.runtime.usage import Usage, count_tensor_calls, observe_usage
 
 __all__ = ["DeployReport", "DeployedLayer", "deploy"]
 
@@ -316,7 +316,7 @@ def _fused_model(
     plain, relus = with_sparse_layers(model, sparse, usage)
     fused, _ = with_sparse_layers(model, sparse, usage)
     with keeping_attributes(fused, skip=SparseLayer):
-        counts = {module: len(specs) for module, specs in record_calls(fused, inputs).items()}
+        counts = count_tensor_calls(fused, inputs)
     try:
         more = fuse(fused, counts)
         same = difference(_outputs(plain, inputs), _outputs(fused, inputs)) <= _TOLERANCE

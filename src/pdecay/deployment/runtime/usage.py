@@ -93,6 +93,19 @@ def record_calls(model: nn.Module, inputs: Inputs) -> dict[nn.Module, list[Input
     return calls
 
 
+@torch.inference_mode()
+def count_tensor_calls(model: nn.Module, inputs: Inputs) -> dict[nn.Module, int]:
+    """Return the number of calls of each module whose positional arguments are always tensors."""
+    calls: dict[nn.Module, list[bool]] = {}
+
+    def count(module: nn.Module, args: tuple[Any, ...]) -> None:
+        calls.setdefault(module, []).append(all(isinstance(one, Tensor) for one in args))
+
+    with _on_each_call(model, count):
+        inputs.call(model)
+    return {module: len(kinds) for module, kinds in calls.items() if all(kinds)}
+
+
 def is_layer(module: nn.Module) -> TypeGuard[nn.Linear | nn.Conv2d]:
     """Return whether a module is a layer that may have a sparse form.
 
