@@ -268,6 +268,17 @@ def test_changes_that_the_configuration_does_not_have_are_refused(tmp_path):
     assert torch.equal(from_pretrained(tmp_path / "more").classifier.weight, more.classifier.weight)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_file_of_a_deployed_model_has_plain_weights(tmp_path, dense):
+    model = sparse_model()
+    example = {"input_ids": prompt()}
+    deployed = pdecay.deploy(model, example, choose="sparse", seconds=0)
+    assert deployed.report.chosen == "sparse"
+    pdecay.save(deployed, tmp_path / "gpt2.safetensors", dense=dense)
+    other = pdecay.load(tmp_path / "gpt2.safetensors", make_model())
+    assert torch.equal(logits(other), logits(model))
+
+
 def test_errors_name_the_cure(tmp_path):
     with pytest.raises(TypeError, match=r"needs a transformers.PreTrainedModel, got Linear"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path)

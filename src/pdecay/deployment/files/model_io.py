@@ -27,6 +27,7 @@ from pdecay.deployment.files.pretrained import (
     DENSE_WEIGHTS,
     OTHER_WEIGHTS,
     SPARSE_WEIGHTS,
+    has_sparse_layers,
     is_pretrained_model,
     weights_in,
     weights_to_save,
@@ -64,10 +65,10 @@ def save(
     with several names is stored once and stays tied. The file is complete when it appears under
     its name. Besides the model, saving takes about the memory of one tensor.
 
-    With `example_inputs`, and always for a model of :func:`pdecay.deploy`, the file also has the
-    model's program, recorded by ``torch.export`` in eval mode. :func:`load` then returns a model
-    that runs without the code of its class, for any batch size if the model allows it. The program
-    is compared with the model before the file is written.
+    With `example_inputs`, and always for a model of :func:`pdecay.deploy` that is not of
+    transformers, the file also has the model's program, recorded by ``torch.export`` in eval mode.
+    :func:`load` then returns a model that runs without the code of its class, for any batch size if
+    the model allows it. The program is compared with the model before the file is written.
 
     Args:
         model: a model or a state dict.
@@ -119,7 +120,10 @@ def save(
             "the model was loaded from a file with its program, which needs an example to be saved "
             "again: give example_inputs, or copy the file; model.state_dict() can be saved without"
         )
-    state = _collect(model if example is None else with_program(model, example))
+    source = model if example is None else with_program(model, example)
+    if example is None and is_pretrained_model(model) and has_sparse_layers(model):
+        source, _ = weights_to_save(model)  # plain weights, as in a folder
+    state = _collect(source)
     if example is None:
         check_names(state)
     header = {"format": "pt"} if dense else {"format": FORMAT, "format_version": FORMAT_VERSION}

@@ -65,6 +65,11 @@ def weights_in(folder: str | os.PathLike[str]) -> Path:
     )
 
 
+def has_sparse_layers(model: Any) -> bool:
+    """Return whether a model was deployed with sparse layers."""
+    return any(isinstance(module, SparseLayer) for module in model.modules())
+
+
 def weights_to_save(model: Any) -> tuple[dict[str, Tensor], Attributes]:
     """Return the state of a model with its sparse layers as dense weights, and its attributes.
 
