@@ -146,7 +146,8 @@ def test_lam_schedule_that_ends_at_0_warns_of_released_zeros():
     LamSchedule(an_optimizer(Lp(2, 0.5)), [(0, 1.0), (5, 0.0)])  # makes no zeros
 
 
-def test_lam_schedule_does_not_undo_freeze_zeros():
+@pytest.mark.parametrize("load_first", [False, True])
+def test_lam_schedule_does_not_undo_freeze_zeros(load_first):
     optimizer = an_optimizer()
     schedule = LamSchedule(optimizer, [(0, 1.0)])
     schedule.step()
@@ -155,8 +156,11 @@ def test_lam_schedule_does_not_undo_freeze_zeros():
         schedule.step()
     saved = optimizer.state_dict(), schedule.state_dict()
     resumed = an_optimizer()
+    if load_first:
+        resumed.load_state_dict(saved[0])
     schedule = LamSchedule(resumed, [(0, 1.0)])
-    resumed.load_state_dict(saved[0])
+    if not load_first:
+        resumed.load_state_dict(saved[0])
     schedule.load_state_dict(saved[1])
     assert resumed.param_groups[0]["decay_scale"] == optimizer.param_groups[0]["decay_scale"]
     resumed.param_groups[0]["decay_scale"] = 1.0

@@ -159,22 +159,15 @@ class LamSchedule(_Schedule):
 
     def step(self) -> None:
         """Advance by one step; call this after ``optimizer.step()``."""
-        if self._frozen() and target_of(self.optimizer) is None:
+        if self._is_frozen() and target_of(self.optimizer) is None:
             raise ValueError(
                 "LamSchedule would let the weights decay again after freeze_zeros: do not step it "
                 "any more, or set decay_scale to 1 first"
             )
         super().step()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the step of a checkpoint, with the milestones of this schedule."""
-        frozen = self._frozen()
-        super().load_state_dict(state_dict)
-        for group in frozen:  # freeze_zeros ended the schedule before the checkpoint
-            group["decay_scale"] = HOLD
-
-    def _frozen(self) -> list[Group]:
-        return [group for group in self._decaying() if group["decay_scale"] == HOLD]
+    def _is_frozen(self) -> bool:
+        return any(group["decay_scale"] == HOLD for group in self._decaying())
 
     def _warn_of_release(self) -> None:
         scales = [scale for (scale,) in self._values]
@@ -194,7 +187,9 @@ class LamSchedule(_Schedule):
             )
         (scale,) = self.value(self.last_step)
         for group in self._decaying():
-            group["decay_scale"] = scale
+            # Else freeze_zeros ended the schedule, perhaps before a checkpoint.
+            if group["decay_scale"] != HOLD:
+                group["decay_scale"] = scale
 
 
 def _check_milestones(milestones: Milestones) -> tuple[list[int], list[list[float]]]:
