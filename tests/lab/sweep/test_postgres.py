@@ -188,7 +188,8 @@ def test_runs_continue_while_the_database_is_down(
     launcher = hosts("one", "away")
     wait_for_claims(tmp_path / "one")
     postgres.stop()
-    time.sleep(2.5)
+    os.kill(workers_of(tmp_path / "one")[0], signal.SIGKILL)  # another one starts meanwhile
+    time.sleep(5)
     postgres.start()
     pause(0)
     log = tmp_path / "one.log"

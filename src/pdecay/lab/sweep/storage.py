@@ -31,6 +31,10 @@ JOURNAL = "study.log"
 _ATTEMPTS = 8  # at the tables of a new database
 
 
+class UnavailableError(SweepError):
+    """A database does not answer, perhaps only for now."""
+
+
 @contextmanager
 def open_storage(url: str | None, folder: Path, grace: float = 90.0) -> Iterator[BaseStorage]:
     """Open the database at a URL; without a URL, the journal in a sweep's folder.
@@ -159,7 +163,7 @@ def _open_database(url: str, grace: float) -> RDBStorage:
             # server that does not answer, not even to a statement, is reported at once.
             refused = isinstance(error, sqlalchemy.exc.OperationalError) and not error.statement
             if attempt == _ATTEMPTS or refused:
-                raise SweepError(_explain(url, error)) from None
+                raise UnavailableError(_explain(url, error)) from None
             time.sleep(random.uniform(0.1, 0.5))
     raise AssertionError("the last attempt returns or raises")
 

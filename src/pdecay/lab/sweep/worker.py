@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,7 +26,7 @@ from optuna.trial import Trial, TrialState
 
 from pdecay._utils.files import LockedError
 from pdecay.lab.sweep.plan import Plan
-from pdecay.lab.sweep.storage import open_storage
+from pdecay.lab.sweep.storage import UnavailableError, open_storage
 from pdecay.lab.sweep.study import SweepStudy
 from pdecay.lab.train.records import Record
 from pdecay.lab.train.training import RunError, Settings, StoppedError, train
@@ -78,8 +78,7 @@ def work(job: Job, connection: Connection) -> None:
     worker = _Worker(job, connection)
     threading.Thread(target=worker.wait_for_stop, daemon=True).start()
     try:
-        with open_storage(job.storage, job.out, job.grace) as storage:
-            worker.run(lambda: SweepStudy(storage, job.study, job.plan))
+        worker.run()
     except Exception:
         with suppress(OSError):  # the launcher died
             connection.send(traceback.format_exc())
@@ -105,8 +104,14 @@ class _Worker:
                 deadline = time.monotonic() + _PATIENCE
         os._exit(1)
 
-    def run(self, open_study: Callable[[], SweepStudy]) -> None:
-        with suppress(StoppedError):
+    def run(self) -> None:
+        job, opened = self._job, ExitStack()
+
+        def open_study() -> SweepStudy:
+            storage = opened.enter_context(open_storage(job.storage, job.out, job.grace))
+            return SweepStudy(storage, job.study, job.plan)
+
+        with suppress(StoppedError), opened:
             self._study = study = self._retry(open_study)  # the database may be away just now
             while not self._stop.is_set():
                 if self._retry(study.has_waiting):
@@ -189,6 +194,6 @@ class _Worker:
         while True:
             try:
                 return call()
-            except StorageInternalError:
+            except (StorageInternalError, UnavailableError):
                 if self._stop.wait(_RETRY):
                     raise StoppedError from None
