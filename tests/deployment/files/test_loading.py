@@ -169,6 +169,18 @@ def test_targets_that_cannot_be_filled(tmp_path, target):
     assert not model.first.any()
 
 
+def test_quantized_models_are_refused(path):
+    """Quantized tensors have no memory of their own, so that they looked as if they were tied."""
+    torchao = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    save(model, path)
+    model[0].bias.data.zero_()
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    with pytest.raises(ValueError, match=r"unchanged: '0.weight' is a \w+ in the model: load"):
+        load(path, model)
+    assert not model[0].bias.any()
+
+
 def test_load_is_seen_by_autograd(path):
     """Autograd must detect that a weight saved for backward has changed."""
     model = nn.Linear(3, 3)

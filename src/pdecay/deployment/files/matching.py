@@ -103,6 +103,8 @@ def _mismatch(target: Tensor, row: Row) -> str | None:
         return "is on the meta device in the model: call model.to_empty(device=...) first"
     if hasattr(target, "full_tensor"):
         return "is sharded in the model: load before sharding"
+    if hasattr(target, "__tensor_flatten__"):
+        return f"is a {type(target).__name__} in the model: load before the quantization"
     if any(step == 0 and n > 1 for n, step in zip(target.shape, target.stride(), strict=True)):
         return "is expanded in the model: its elements share memory and cannot be filled"
     return None
