@@ -126,6 +126,13 @@ def test_in_place_operators_are_allowed(name):
     assert str(find_operator(f"aten.{name}")) == f"aten.{name}"
 
 
+@pytest.mark.parametrize("name", ["to.prim_dtype", "to.prim_Device", "index.list_int"])
+def test_operators_of_torchscript_are_rejected(name):
+    """They take any integer as a dtype, with which torch reads foreign memory."""
+    with pytest.raises(ValueError, match="must not call"):
+        find_operator(f"aten.{name}")
+
+
 @pytest.mark.parametrize("options", [{"size": (9, 5)}, {"scale_factor": (1.7, 0.6)}])
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic", "antialias"])
 def test_upsampling(tmp_path, mode, options):

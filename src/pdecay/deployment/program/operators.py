@@ -107,6 +107,9 @@ def is_allowed(operator: OpOverload) -> bool:
     # The overloads "data" of recurrent layers take packed sequences, which torch.export rejects.
     # Upsampling trusts scales that are given beside the output's size; "vec" takes one of both.
     is_unsafe = overload == "data" or ("upsample" in name and overload != "vec")
+    # Operators outside the dispatcher are TorchScript's, which torch.export never records. Some
+    # take a dtype as an integer and use it as an index without a check.
+    is_unsafe |= not torch._C._dispatch_has_kernel(operator.name())
     if is_unsafe or any(one.is_out or _is_container(one) for one in operator._schema.arguments):
         return False
     if torch.Tag.pointwise in operator.tags and not name.startswith("_"):
