@@ -87,6 +87,8 @@ def _wrong_arguments():
     yield _call("repeat_interleave.Tensor", repeats)
     yield _call("repeat_interleave.Tensor", repeats, output_size=0)
     yield _call("repeat_interleave.self_Tensor", ones(4), repeats, 0)
+    one = [1, 1]
+    yield _call("col2im.default", ones(2, 12, 16), [5, 5], [2, 2], one, [0, 2**32], one)
     state, flags = [ones(1, 2, 4), ones(1, 2, 4)], (True, 1, 0.0, False, False, False)
     weights = [ones(16, 8), ones(16, 4), ones(16), ones(16)]
     x = ones(3, 2, 8)
@@ -124,6 +126,20 @@ def test_elementwise_operators_are_allowed(name):
 @pytest.mark.parametrize("name", ["relu_.default", "index_put_.default", "add_.Tensor"])
 def test_in_place_operators_are_allowed(name):
     assert str(find_operator(f"aten.{name}")) == f"aten.{name}"
+
+
+def test_in_place_strides_are_rejected():
+    """Torch sets them before it raises an error, so that the input would point elsewhere."""
+    with pytest.raises(ValueError, match="must not call"):
+        find_operator("aten.as_strided_.default")
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_fold(tmp_path, batch):
+    model = nn.Fold((5, 7), (2, 3), dilation=(2, 1), padding=(1, 0), stride=(1, 2))
+    x = torch.randn(*batch, 12, 15)
+    pdecay.save(model, tmp_path / "m.safetensors", example_inputs=x)
+    torch.testing.assert_close(pdecay.load(tmp_path / "m.safetensors")(x), model(x))
 
 
 @pytest.mark.parametrize("name", ["to.prim_dtype", "to.prim_Device", "index.list_int"])

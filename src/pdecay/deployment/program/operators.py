@@ -8,6 +8,7 @@ the functions of this module first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -107,6 +108,8 @@ def is_allowed(operator: OpOverload) -> bool:
     # The overloads "data" of recurrent layers take packed sequences, which torch.export rejects.
     # Upsampling trusts scales that are given beside the output's size; "vec" takes one of both.
     is_unsafe = overload == "data" or ("upsample" in name and overload != "vec")
+    # The in-place form sets strides before it raises an error for wrong ones.
+    is_unsafe |= name == "as_strided_"
     # Operators outside the dispatcher are TorchScript's, which torch.export never records. Some
     # take a dtype as an integer and use it as an index without a check.
     is_unsafe |= not torch._C._dispatch_has_kernel(operator.name())
@@ -196,6 +199,25 @@ def repeat_elements(x: Tensor, repeats: Tensor, *args: Any, **kwargs: Any) -> An
     return output
 
 
+def fold(
+    columns: Tensor,
+    output_size: Sequence[int],
+    kernel: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    stride: Sequence[int],
+) -> Any:
+    """Add up the blocks of an image. The kernel computes their number in 32 bits."""
+    _check("blocks", all(step > 0 for step in stride))
+    options = zip(output_size, kernel, dilation, padding, stride, strict=True)
+    counts = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, d, p, s in options]
+    _check("blocks", min(counts) > 0 and columns.shape[-1] == math.prod(counts))
+    output: Tensor = torch.ops.aten.col2im.default(
+        columns, output_size, kernel, dilation, padding, stride
+    )
+    return output
+
+
 def divide(operator: OpOverload) -> Callable[..., Any]:
     """Return a division that checks integers: the processor traps at the smallest over -1."""
 
@@ -224,6 +246,7 @@ _CHECKED: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.repeat_interleave.Tensor: repeat_interleave,
     torch.ops.aten.repeat_interleave.self_Tensor: repeat_elements,
     torch.ops.aten.lstm.input: lstm,
+    torch.ops.aten.col2im.default: fold,
     **{
         operator: divide(operator)
         for name in ("div", "div_", "divide", "divide_")
