@@ -89,6 +89,7 @@ def _wrong_arguments():
     yield _call("repeat_interleave.self_Tensor", ones(4), repeats, 0)
     one = [1, 1]
     yield _call("col2im.default", ones(2, 12, 16), [5, 5], [2, 2], one, [0, 2**32], one)
+    yield _call("im2col.default", ones(2, 3, 5, 5), [2, 2], one, [2**61, 0], one)
     state, flags = [ones(1, 2, 4), ones(1, 2, 4)], (True, 1, 0.0, False, False, False)
     weights = [ones(16, 8), ones(16, 4), ones(16), ones(16)]
     x = ones(3, 2, 8)
@@ -135,9 +136,10 @@ def test_in_place_strides_are_rejected():
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])
-def test_fold(tmp_path, batch):
-    model = nn.Fold((5, 7), (2, 3), dilation=(2, 1), padding=(1, 0), stride=(1, 2))
-    x = torch.randn(*batch, 12, 15)
+def test_fold_and_unfold(tmp_path, batch):
+    options = {"dilation": (2, 1), "padding": (1, 0), "stride": (1, 2)}
+    model = nn.Sequential(nn.Unfold((2, 3), **options), nn.Fold((5, 7), (2, 3), **options))
+    x = torch.randn(*batch, 2, 5, 7)
     pdecay.save(model, tmp_path / "m.safetensors", example_inputs=x)
     torch.testing.assert_close(pdecay.load(tmp_path / "m.safetensors")(x), model(x))
 

@@ -199,22 +199,18 @@ def repeat_elements(x: Tensor, repeats: Tensor, *args: Any, **kwargs: Any) -> An
     return output
 
 
-def fold(
-    columns: Tensor,
-    output_size: Sequence[int],
-    kernel: Sequence[int],
-    dilation: Sequence[int],
-    padding: Sequence[int],
-    stride: Sequence[int],
-) -> Any:
+def fold(columns: Tensor, size: Sequence[int], *args: Sequence[int]) -> Any:
     """Add up the blocks of an image. The kernel computes their number in 32 bits."""
-    _check("blocks", all(step > 0 for step in stride))
-    options = zip(output_size, kernel, dilation, padding, stride, strict=True)
-    counts = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, d, p, s in options]
-    _check("blocks", min(counts) > 0 and columns.shape[-1] == math.prod(counts))
-    output: Tensor = torch.ops.aten.col2im.default(
-        columns, output_size, kernel, dilation, padding, stride
-    )
+    _check("blocks", columns.shape[-1:] == (_count_blocks(size, *args),))
+    output: Tensor = torch.ops.aten.col2im.default(columns, size, *args)
+    return output
+
+
+def unfold(image: Tensor, *args: Sequence[int]) -> Any:
+    """Return the blocks of an image. The kernel does not notice that their number overflows."""
+    blocks = _count_blocks(image.shape[-2:], *args)
+    _check("blocks", image.numel() * blocks * math.prod(args[0]) < 2**59)
+    output: Tensor = torch.ops.aten.im2col.default(image, *args)
     return output
 
 
@@ -247,6 +243,7 @@ _CHECKED: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.repeat_interleave.self_Tensor: repeat_elements,
     torch.ops.aten.lstm.input: lstm,
     torch.ops.aten.col2im.default: fold,
+    torch.ops.aten.im2col.default: unfold,
     **{
         operator: divide(operator)
         for name in ("div", "div_", "divide", "divide_")
@@ -259,6 +256,22 @@ _CHECKED: dict[OpOverload, Callable[..., Any]] = {
 def _check(what: str, fits: bool) -> None:
     if not fits:
         raise ValueError(f"the program is damaged: the sizes of its {what} do not fit together")
+
+
+def _count_blocks(
+    size: Sequence[int],
+    kernel: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    stride: Sequence[int],
+) -> int:
+    """Return the number of blocks in an image of two axes; raise if there are none."""
+    options = list(zip(size, kernel, dilation, padding, stride, strict=False))
+    _check("blocks", len(options) == 2 and all(min(k, d, s) > 0 for _, k, d, _, s in options))
+    _check("blocks", all(max(one) < 2**31 and one[3] >= 0 for one in options))
+    counts = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, d, p, s in options]
+    _check("blocks", min(counts) > 0)
+    return math.prod(counts)
 
 
 def _check_offsets(indices: Tensor, offsets: Tensor) -> None:
