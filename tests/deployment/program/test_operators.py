@@ -81,6 +81,8 @@ def _wrong_arguments():
     yield _call("embedding_bag.default", ones(5, 8), ones(3).long(), torch.tensor([0, -(10**6), 3]))
     offsets = torch.tensor([0, 3, 1])
     yield _call("embedding_bag.padding_idx", ones(5, 8), ones(3).long(), offsets, padding_idx=2)
+    offsets = ones(0).long()
+    yield _call("embedding_bag.padding_idx", ones(5, 8), ones(3).long(), offsets, padding_idx=0)
     sdpa = "scaled_dot_product_attention.default"
     yield _call(sdpa, ones(1, 2, 300, 8), ones(1, 2, 500, 8), ones(1, 2, 2, 8))
     repeats = torch.full((4,), 2**62)  # the sum overflows to 0
@@ -127,6 +129,12 @@ def test_elementwise_operators_are_allowed(name):
 @pytest.mark.parametrize("name", ["relu_.default", "index_put_.default", "add_.Tensor"])
 def test_in_place_operators_are_allowed(name):
     assert str(find_operator(f"aten.{name}")) == f"aten.{name}"
+
+
+def test_group_norm_of_sizes_is_rejected():
+    """The product of its sizes may overflow; torch.export records ``group_norm`` instead."""
+    with pytest.raises(ValueError, match="must not call"):
+        find_operator("aten.native_group_norm.default")
 
 
 def test_in_place_strides_are_rejected():

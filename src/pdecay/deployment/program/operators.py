@@ -70,7 +70,7 @@ col2im conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d c
 embedding_bag feature_alpha_dropout feature_dropout glu grid_sampler grid_sampler_2d grid_sampler_3d
 group_norm gru gru_cell hardswish im2col instance_norm layer_norm log_sigmoid log_softmax lstm
 lstm_cell max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d
-max_pool3d_with_indices native_dropout native_group_norm native_layer_norm prelu rms_norm rnn_relu
+max_pool3d_with_indices native_dropout native_layer_norm prelu rms_norm rnn_relu
 rnn_relu_cell rnn_tanh rnn_tanh_cell scaled_dot_product_attention softmax special_log_softmax
 special_softmax upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
 upsample_nearest2d upsample_nearest3d upsample_trilinear3d
@@ -275,7 +275,10 @@ def _count_blocks(
 
 
 def _check_offsets(indices: Tensor, offsets: Tensor) -> None:
-    if torch.compiler.is_compiling() or not offsets.numel():
+    if torch.compiler.is_compiling():
+        return
+    if not offsets.numel():
+        _check("embedding bags", not indices.numel())
         return
     ends = torch.cat([offsets, offsets.new_tensor([indices.numel()])])
     _check("embedding bags", bool(offsets.min() >= 0) and bool((ends.diff() >= 0).all()))
