@@ -20,7 +20,7 @@ EXAMPLE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
-    text = "write the deployed model: pdecay.load(FILE) runs it without its code"
+    text = "write the deployed model: pdecay.load(FILE, trusted=True) runs it without its code"
     add(parser, "--out", text, Path)
     add(parser, "--seconds", "the time for the whole call", seconds, 30.0)
     text = "measured: the faster form of each layer; sparse: all that can be; dense: none"
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             written = save(deployed, args.out)
             sys.stdout.write(
                 f"\nwritten: {args.out} ({written.nbytes:,} bytes); load it with "
-                "pdecay.load(path)\n"
+                "pdecay.load(path, trusted=True)\n"
             )
     except (DeploymentError, TypeError, ValueError) as error:
         raise UsageError(str(error)) from None

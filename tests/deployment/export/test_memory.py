@@ -42,7 +42,7 @@ def chunks():
 
 def saved(model, path):
     pdecay.save(model, path.with_suffix(".safetensors"), example_inputs=chunks()[0])
-    return pdecay.load(path.with_suffix(".safetensors"))
+    return pdecay.load(path.with_suffix(".safetensors"), trusted=True)
 
 
 def exported(model, path):

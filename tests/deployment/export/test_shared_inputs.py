@@ -21,7 +21,7 @@ def exported(model, kind, path, example):
     """Write a file of a kind and return a function that runs it."""
     if kind == "program":
         pdecay.save(model, path / "model.safetensors", example_inputs=example)
-        return pdecay.load(path / "model.safetensors")
+        return pdecay.load(path / "model.safetensors", trusted=True)
     if kind == "pt2":
         export_torch(model, path / "model.pt2", example)
         return torch.export.load(path / "model.pt2").module()

@@ -91,6 +91,8 @@ class TestMismatches:
             load(path, {})
         with pytest.raises(ValueError, match="max_bytes needs a load without a model"):
             load(path, nn.Linear(3, 4), max_bytes=10)
+        with pytest.raises(ValueError, match="trusted needs a load without a model"):
+            load(path, nn.Linear(3, 4), trusted=True)
         with pytest.raises(FileNotFoundError):
             load(path.with_name("missing"))
 
@@ -217,6 +219,7 @@ class TestMemoryLimit:
         needed = int(str(caught.value).split("max_bytes=")[1].split(")")[0])
         assert 360_000 < needed < 370_000
         check_same(state, load(path, max_bytes=needed))
+        check_same(state, load(path, trusted=True))
         with pytest.raises(FileFormatError, match="takes"):
             load(path, max_bytes=needed - 1)
 

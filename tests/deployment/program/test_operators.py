@@ -43,7 +43,7 @@ def test_bitwise_operators_of_python(tmp_path):
     x = torch.randn(5, 7)
     path = tmp_path / "m.safetensors"
     pdecay.save(Masked(), path, example_inputs=x)
-    torch.testing.assert_close(pdecay.load(path)(2 * x[:3]), Masked()(2 * x[:3]))
+    torch.testing.assert_close(pdecay.load(path, trusted=True)(2 * x[:3]), Masked()(2 * x[:3]))
 
 
 def _operators_with_checks():
@@ -66,7 +66,7 @@ def test_operators_with_checked_arguments(tmp_path, case):
     path = tmp_path / "m.safetensors"
     pdecay.save(model, path, example_inputs=x)
     with torch.no_grad():
-        torch.testing.assert_close(pdecay.load(path)(x), model(x))
+        torch.testing.assert_close(pdecay.load(path, trusted=True)(x), model(x))
 
 
 def _call(operator, *args, **kwargs):
@@ -149,7 +149,7 @@ def test_fold_and_unfold(tmp_path, batch):
     model = nn.Sequential(nn.Unfold((2, 3), **options), nn.Fold((5, 7), (2, 3), **options))
     x = torch.randn(*batch, 2, 5, 7)
     pdecay.save(model, tmp_path / "m.safetensors", example_inputs=x)
-    torch.testing.assert_close(pdecay.load(tmp_path / "m.safetensors")(x), model(x))
+    torch.testing.assert_close(pdecay.load(tmp_path / "m.safetensors", trusted=True)(x), model(x))
 
 
 @pytest.mark.parametrize("name", ["to.prim_dtype", "to.prim_Device", "index.list_int"])
@@ -170,7 +170,8 @@ def test_upsampling(tmp_path, mode, options):
 
     x = torch.randn(2, 3, 7, 7)
     pdecay.save(Upsampling(), tmp_path / "m.safetensors", example_inputs=x)
-    torch.testing.assert_close(pdecay.load(tmp_path / "m.safetensors")(x), Upsampling()(x))
+    loaded = pdecay.load(tmp_path / "m.safetensors", trusted=True)
+    torch.testing.assert_close(loaded(x), Upsampling()(x))
 
 
 @pytest.mark.parametrize(

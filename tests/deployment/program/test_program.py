@@ -50,7 +50,7 @@ def test_deployed_model_is_saved_and_loaded(clock, tmp_path, name):
     assert deployed.report.chosen == "sparse"
     path = tmp_path / "model.safetensors"
     pdecay.save(deployed, path)
-    loaded = pdecay.load(path, max_bytes=10**8)
+    loaded = pdecay.load(path, trusted=True)
     assert isinstance(loaded, SavedModel)
     assert loaded.free_batch
     assert not loaded.training
@@ -73,7 +73,7 @@ def test_sparse_layers_keep_their_names_and_relus(clock, tmp_path):
     model(x)
     mostly_zero(model[3])
     pdecay.save(pdecay.deploy(model, x), tmp_path / "model.safetensors")
-    loaded = pdecay.load(tmp_path / "model.safetensors", max_bytes=10**8)
+    loaded = pdecay.load(tmp_path / "model.safetensors", trusted=True)
     layers = dict(loaded.program.model.named_modules())
     assert isinstance(layers["0"], SparseConv2d)
     assert layers["0"].relu
@@ -97,16 +97,16 @@ def test_names_of_attributes_of_a_graph_module(tmp_path, name, kind):
 
     model, x = Model().eval(), torch.randn(3, 4)
     pdecay.save(model, tmp_path / "model.safetensors", example_inputs=x)
-    loaded = pdecay.load(tmp_path / "model.safetensors")
+    loaded = pdecay.load(tmp_path / "model.safetensors", trusted=True)
     torch.testing.assert_close(loaded(x[:2]), model(x[:2]))
 
 
 def test_loaded_model_can_be_saved_and_exported_again(tmp_path):
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(3, 4)
     pdecay.save(model, tmp_path / "model.safetensors", example_inputs=x)
-    loaded = pdecay.load(tmp_path / "model.safetensors")
+    loaded = pdecay.load(tmp_path / "model.safetensors", trusted=True)
     pdecay.save(loaded, tmp_path / "again.safetensors", example_inputs=x)
-    again = pdecay.load(tmp_path / "again.safetensors")
+    again = pdecay.load(tmp_path / "again.safetensors", trusted=True)
     torch.testing.assert_close(again(x[:2]), model(x[:2]))
     exported = torch.export.export(loaded, (x,)).module()
     torch.testing.assert_close(exported(x), model(x))
@@ -115,7 +115,7 @@ def test_loaded_model_can_be_saved_and_exported_again(tmp_path):
 def test_loaded_model_is_not_saved_without_its_program(tmp_path):
     path, again = tmp_path / "model.safetensors", tmp_path / "again.safetensors"
     pdecay.save(nn.Linear(4, 2), path, example_inputs=torch.randn(3, 4))
-    loaded = pdecay.load(path)
+    loaded = pdecay.load(path, trusted=True)
     with pytest.raises(ValueError, match="give example_inputs, or copy the file"):
         pdecay.save(loaded, again)
     assert not again.exists()
@@ -147,7 +147,7 @@ class Last(nn.Module):
 def test_loaded_model_can_be_pickled_and_copied(make, copied, tmp_path):
     model, x = make().eval(), torch.randn(3, 4, 8)
     pdecay.save(model, tmp_path / "model.safetensors", example_inputs=x)
-    loaded = pdecay.load(tmp_path / "model.safetensors")
+    loaded = pdecay.load(tmp_path / "model.safetensors", trusted=True)
     twin = copied(loaded)
     assert torch.equal(twin(x[:2]), loaded(x[:2]))
     assert not any(module.training for module in twin.modules())
@@ -179,7 +179,7 @@ def test_sparse_layer_with_two_names(tmp_path):
     x = torch.randn(3, 32)
     path = tmp_path / "model.safetensors"
     pdecay.save(model, path, example_inputs=x)
-    loaded = pdecay.load(path)
+    loaded = pdecay.load(path, trusted=True)
     calls = [node.op for node in loaded.program.graph.nodes if node.op.startswith("call_")]
     assert calls == ["call_module", "call_function", "call_module"]
     torch.testing.assert_close(loaded(x), model(x), rtol=1e-5, atol=1e-6)
@@ -190,7 +190,7 @@ def test_nested_inputs_and_outputs(tmp_path):
     x, shift = torch.randn(3, 4), torch.randn(3, 4)
     args, kwargs = ({"x": x}, (x, x + 1)), {"mode": "difference", "shift": shift}
     pdecay.save(model, path, example_inputs=(args, kwargs))
-    loaded = pdecay.load(path)
+    loaded = pdecay.load(path, trusted=True)
     got, wanted = loaded(*args, **kwargs), model(*args, **kwargs)
     assert got["mode"] == "difference"
     assert got["all"][1][1] is None
@@ -211,7 +211,7 @@ def test_compacted_model_is_saved(tmp_path):
     smaller = pdecay.compact(model, x)
     pdecay.save(smaller, tmp_path / "m.safetensors", example_inputs=x)
     assert smaller.training
-    loaded = pdecay.load(tmp_path / "m.safetensors")
+    loaded = pdecay.load(tmp_path / "m.safetensors", trusted=True)
     torch.testing.assert_close(loaded(x), model(x))
     assert {tuple(one.shape) for one in loaded.buffers()} == {(7, 8), (7,), (2, 7), (2,)}
 
@@ -233,7 +233,9 @@ def test_saved_model_runs_without_the_code_of_its_class(tmp_path):
         "pdecay.save(net, 'net.safetensors', example_inputs=x); print(net(x).tolist())\n"
     )
     read = (
-        "import torch, pdecay\nprint(pdecay.load('net.safetensors')(torch.ones(2, 4)).tolist())\n"
+        "import torch, pdecay\n"
+        "loaded = pdecay.load('net.safetensors', trusted=True)\n"
+        "print(loaded(torch.ones(2, 4)).tolist())\n"
     )
     printed = []
     for code in (make, read):
@@ -254,7 +256,7 @@ def test_saved_model_runs_without_the_code_of_its_class(tmp_path):
 def test_program_is_not_loaded_into_a_model(tmp_path):
     model, x = nn.Linear(4, 2), torch.randn(2, 4)
     pdecay.save(model, tmp_path / "m.safetensors", example_inputs=x)
-    with pytest.raises(ValueError, match=r"call load\(path\) without a model"):
+    with pytest.raises(ValueError, match=r"call load\(path, trusted=True\) without a model"):
         pdecay.load(tmp_path / "m.safetensors", model)
     with pytest.raises(TypeError, match=r"a program needs a torch.nn.Module"):
         pdecay.save(model.state_dict(), tmp_path / "m.safetensors", example_inputs=x)
@@ -411,7 +413,7 @@ class Averaging(nn.Module):
 def test_program_follows_the_length_of_its_input(tmp_path):
     model, x = Averaging(lambda length: length), torch.randn(2, 6, 4)
     pdecay.save(model, tmp_path / "m.safetensors", example_inputs=x)
-    loaded = pdecay.load(tmp_path / "m.safetensors")
+    loaded = pdecay.load(tmp_path / "m.safetensors", trusted=True)
     for shape in ((2, 6, 4), (1, 6, 4), (2, 9, 4), (5, 1, 4)):
         other = torch.randn(shape)
         torch.testing.assert_close(loaded(other), model(other))
@@ -422,7 +424,7 @@ def test_program_follows_the_length_of_its_input(tmp_path):
 def test_program_refuses_sizes_that_it_was_not_recorded_for(tmp_path):
     model, x = Averaging(lambda length: 2 if length > 5 else 1), torch.randn(2, 6, 4)
     pdecay.save(model, tmp_path / "m.safetensors", example_inputs=x)
-    loaded = pdecay.load(tmp_path / "m.safetensors")
+    loaded = pdecay.load(tmp_path / "m.safetensors", trusted=True)
     for rows in (1, 2, 7):
         other = torch.randn(rows, 6, 4)
         torch.testing.assert_close(loaded(other), model(other))
@@ -442,7 +444,7 @@ def test_program_refuses_sizes_that_it_was_not_recorded_for(tmp_path):
 def test_program_refuses_lengths_of_another_branch(tmp_path, of_length, refused, condition):
     model, x = Averaging(of_length), torch.randn(2, 6, 4)
     pdecay.save(model, tmp_path / "m.safetensors", example_inputs=x)
-    loaded = pdecay.load(tmp_path / "m.safetensors")
+    loaded = pdecay.load(tmp_path / "m.safetensors", trusted=True)
     with pytest.raises(ValueError, match=condition):
         loaded(torch.randn(2, refused[0], 4))
     taken = []
@@ -461,7 +463,7 @@ def test_program_refuses_lengths_of_another_branch(tmp_path, of_length, refused,
 def test_program_for_one_batch_size_refuses_others(tmp_path):
     model = nn.Sequential(nn.Linear(4, 3), Doubled())
     pdecay.save(model, tmp_path / "m.safetensors", example_inputs=torch.randn(8, 4))
-    loaded = pdecay.load(tmp_path / "m.safetensors")
+    loaded = pdecay.load(tmp_path / "m.safetensors", trusted=True)
     assert not loaded.free_batch
     x = torch.randn(8, 4)
     torch.testing.assert_close(loaded(x), model(x))
@@ -478,7 +480,7 @@ def test_tensors_with_a_common_size_must_agree(tmp_path):
     model, x = Averaging(lambda length: length), torch.randn(2, 6, 4)
     example = (x, torch.randn(2, 3))
     pdecay.save(model, tmp_path / "m.safetensors", example_inputs=example)
-    loaded = pdecay.load(tmp_path / "m.safetensors")
+    loaded = pdecay.load(tmp_path / "m.safetensors", trusted=True)
     torch.testing.assert_close(loaded(*example), model(*example))
     with pytest.raises(ValueError, match="as tensor 1"):
         loaded(x, torch.randn(1, 3))  # torch would repeat the row
@@ -525,13 +527,23 @@ def test_damaged_structures_are_rejected(structure):
             restore(_changed(captured.program, outputs=structure), captured.tensors, 10**6)
 
 
+def test_programs_need_trust(tmp_path):
+    path = tmp_path / "m.safetensors"
+    model, x = nn.Linear(4, 2), torch.randn(2, 4)
+    pdecay.save(model, path, example_inputs=x)
+    for limit in (None, 10**9):
+        with pytest.raises(pdecay.FileFormatError, match=r"has a program.* trusted=True"):
+            pdecay.load(path, max_bytes=limit)
+    torch.testing.assert_close(pdecay.load(path, trusted=True)(x), model(x))
+
+
 def test_large_programs_are_rejected(tmp_path):
     text = b'{"version":1,"calls":[' + b"[]," * (1 << 21) + b"[]]}"
     state = {PROGRAM: torch.frombuffer(bytearray(zlib.compress(text, 9)), dtype=torch.uint8)}
     safetensors.torch.save_file(state, tmp_path / "m.safetensors")
     assert (tmp_path / "m.safetensors").stat().st_size < 10_000
     with pytest.raises(pdecay.FileFormatError, match="program has more than 4,194,304 bytes"):
-        pdecay.load(tmp_path / "m.safetensors")
+        pdecay.load(tmp_path / "m.safetensors", trusted=True)
 
 
 def test_models_with_large_programs_are_not_saved(tmp_path, monkeypatch):
@@ -545,4 +557,4 @@ def test_damaged_program_in_a_file(tmp_path):
     state = {PROGRAM: torch.zeros(8, dtype=torch.uint8)}
     safetensors.torch.save_file(state, tmp_path / "m.safetensors")
     with pytest.raises(pdecay.FileFormatError, match=r"m.safetensors: the program is damaged"):
-        pdecay.load(tmp_path / "m.safetensors")
+        pdecay.load(tmp_path / "m.safetensors", trusted=True)

@@ -37,7 +37,7 @@ BRANCHES = {
 def test_sizes_below_two_are_exact_or_refused(branch, tmp_path):
     model = Branching(BRANCHES[branch]).eval()
     pdecay.save(model, tmp_path / "a.safetensors", example_inputs=torch.randn(3, 6, 4))
-    loaded = pdecay.load(tmp_path / "a.safetensors")
+    loaded = pdecay.load(tmp_path / "a.safetensors", trusted=True)
     refused = set()
     for shape in [(r, n) for r in (0, 1, 2, 5) for n in (0, 1, 2, 7)]:
         x = torch.randn(*shape, 4)
@@ -80,7 +80,7 @@ def test_one_row_is_allowed_that_only_all_inputs_may_have(rows, skips, tmp_path)
     model = RowsOfMask(skips).eval()
     example = (torch.randn(rows, 4), torch.ones(rows, 4))
     pdecay.save(model, tmp_path / "a.safetensors", example_inputs=example)
-    loaded = pdecay.load(tmp_path / "a.safetensors")
+    loaded = pdecay.load(tmp_path / "a.safetensors", trusted=True)
     for count in (1, 2, 5):
         inputs = torch.randn(count, 4), torch.rand(count, 4).round()
         torch.testing.assert_close(loaded(*inputs), model(*inputs))
@@ -104,7 +104,7 @@ def test_other_kinds_of_numbers_are_refused(tmp_path):
     added = torch.zeros(3, 4).masked_fill(hidden, -5.0)
     for given, other, text in [(added, hidden, "float32.*got bool"), (hidden, added, "bool.*got")]:
         pdecay.save(Masked(), tmp_path / "a.safetensors", example_inputs=(x, given))
-        loaded = pdecay.load(tmp_path / "a.safetensors")
+        loaded = pdecay.load(tmp_path / "a.safetensors", trusted=True)
         assert torch.equal(loaded(x, given), masked(x, given))
         with pytest.raises(ValueError, match=f"takes a tensor of dtype {text}"):
             loaded(x, other)
@@ -113,7 +113,7 @@ def test_other_kinds_of_numbers_are_refused(tmp_path):
 def test_precision_may_differ(tmp_path):
     table = nn.Embedding(5, 4)
     pdecay.save(table, tmp_path / "a.safetensors", example_inputs=torch.tensor([[1, 2]]))
-    loaded = pdecay.load(tmp_path / "a.safetensors").double()
+    loaded = pdecay.load(tmp_path / "a.safetensors", trusted=True).double()
     indices = torch.tensor([[3, 0, 4]])
     assert torch.equal(loaded(indices.int()), table(indices).double())
 
@@ -132,7 +132,7 @@ def test_models_are_not_tried_on_empty_inputs(tmp_path):
     indices, offsets = torch.arange(8), torch.tensor([0, 3, 7])
     model = Bags()
     pdecay.save(model, tmp_path / "a.safetensors", example_inputs=(indices, offsets))
-    loaded = pdecay.load(tmp_path / "a.safetensors")
+    loaded = pdecay.load(tmp_path / "a.safetensors", trusted=True)
     assert torch.equal(loaded(indices, offsets), model(indices, offsets))
 
 
@@ -140,5 +140,5 @@ def test_checks_of_other_sizes_do_not_change_the_program(tmp_path):
     model = Windows().eval()
     x = torch.randn(2, 12, 5)
     pdecay.save(model, tmp_path / "a.safetensors", example_inputs=x)
-    torch.testing.assert_close(pdecay.load(tmp_path / "a.safetensors")(x), model(x))
+    torch.testing.assert_close(pdecay.load(tmp_path / "a.safetensors", trusted=True)(x), model(x))
     assert model.size == 4

@@ -38,7 +38,8 @@ def match_targets(
     problems = []
     if PROGRAM in file.names:
         raise ValueError(
-            f"{os.fspath(path)} is a saved model with its program: call load(path) without a model"
+            f"{os.fspath(path)} is a saved model with its program: call load(path, trusted=True) "
+            "without a model"
         )
     for name in file.names:
         stored_name = file.ties.get(name, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from pdecay._utils.user_warnings import warn_user
 from pdecay.deployment.files.container import (
     MAX_DIMENSIONS,
     Container,
+    FileFormatError,
     check_byte_order,
     prefix_errors,
 )
@@ -67,8 +69,8 @@ def save(
 
     With `example_inputs`, and always for a model of :func:`pdecay.deploy` that is not of
     transformers, the file also has the model's program, recorded by ``torch.export`` in eval mode.
-    :func:`load` then returns a model that runs without the code of its class, for any batch size if
-    the model allows it. The program is compared with the model before the file is written.
+    ``load(path, trusted=True)`` then returns a model that runs without the code of its class, for
+    any batch size if the model allows it. The program is compared with the model before the file is written.
 
     Args:
         model: a model or a state dict.
@@ -139,7 +141,12 @@ def save(
 
 @overload
 def load(
-    path: PathLike, model: None = None, *, strict: bool = True, max_bytes: int | None = None
+    path: PathLike,
+    model: None = None,
+    *,
+    strict: bool = True,
+    max_bytes: int | None = None,
+    trusted: bool = False,
 ) -> Any: ...
 
 
@@ -153,12 +160,13 @@ def load(
     *,
     strict: bool = True,
     max_bytes: int | None = None,
+    trusted: bool = False,
 ) -> Any:
     """Read a file written by :func:`save`, or any other safetensors file.
 
-    The whole file is checked before memory is allocated or a weight is changed. A file contains
-    data only: no Python code of a file is run. The program of a saved model may call torch's
-    operators and nothing else, and none of those that do not check their arguments.
+    The whole file is checked before memory is allocated or a weight is changed. No Python code of
+    a file is run. The program of a saved model calls torch's operators, which do not check all
+    their arguments, so that it is loaded from trusted files only.
 
     Args:
         path: the file to read, or the folder of a Hugging Face model.
@@ -169,6 +177,8 @@ def load(
         max_bytes: the memory that tensors may take when no model is given. The default is 40
             times the file's size, so that a small file cannot exhaust the memory. It suffices up
             to a sparsity of about 98 % in float32. With a model, its shapes are the limit.
+        trusted: whether the file is from a source that you trust, such as your own training. A
+            trusted file may have a program and take any memory.
 
     Returns:
         The given `model`. Without one: the saved model if the file has a program, a module for
@@ -176,18 +186,27 @@ def load(
         CPU.
 
     Raises:
-        FileFormatError: if the file is damaged, malicious or needs too much memory.
+        FileFormatError: if the file is damaged, malicious or needs too much memory, or if it has a
+            program and is not trusted.
         ValueError: if the file does not fit the model.
     """
     check_byte_order()
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"load needs a torch.nn.Module, got {type(model).__name__}")
-    if model is not None and max_bytes is not None:
-        raise ValueError("max_bytes needs a load without a model: the model's shapes are the limit")
+    if model is not None and (trusted or max_bytes is not None):
+        option = "trusted" if trusted else "max_bytes"
+        raise ValueError(f"{option} needs a load without a model: the model's shapes are the limit")
+    if trusted and max_bytes is None:
+        max_bytes = sys.maxsize
     if os.path.isdir(path):
         path = weights_in(path)
     with prefix_errors(path), TensorFile(path, max_bytes) as file:
         if model is None:
+            if PROGRAM in file.names and not trusted:
+                raise FileFormatError(
+                    "the file has a program, which could harm this process if it was made to: if "
+                    "you trust its source, call load(path, trusted=True)"
+                )
             file.check_memory()
             file.check_contents()
             state = _state_dict(file)

@@ -83,8 +83,9 @@ class TensorFile(Container):
         if needed > self.limit:
             raise FileFormatError(
                 f"file has {self.size:,} bytes but takes {needed:,} in memory, more than the "
-                f"allowed {self.limit:,}; if you trust it, call load(path, max_bytes={needed:_}), "
-                "or load(path, model) with a model of the same shapes"
+                f"allowed {self.limit:,}; if you trust it, call load(path, trusted=True); "
+                f"else load(path, max_bytes={needed:_}), or load(path, model) with a model of the "
+                "same shapes"
             )
 
     def check_contents(self) -> None:

@@ -130,7 +130,7 @@ def _check_limit(memory: int, max_bytes: int) -> None:
     if memory > max_bytes:
         raise FileFormatError(
             f"table alone takes more than the allowed {max_bytes:,} bytes of memory; if you trust "
-            "the file, pass a larger max_bytes to load"
+            "the file, call load(path, trusted=True)"
         )
 
 

@@ -3,7 +3,7 @@
 A graph is a list of calls ``[operator, arguments, keyword arguments]``. ``{"n": 3}`` in an argument
 is the fourth value: values are the graph's inputs, then the results of its calls. Operators are
 those of ATen in `operators`, the operator of sparse layers, and a few functions of numbers. A file
-can name no other function, so that a graph from an untrusted file runs no Python code.
+can name no other function, so that a graph runs no Python code of a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operators that a program from an untrusted file may call.
+"""The operators that the program of a file may call.
 
 Some operators of ATen trust their arguments: with wrong sizes or indices they read and write
 foreign memory. A program may therefore call only the operators that are listed here. All of them
