@@ -70,7 +70,8 @@ def save(
     With `example_inputs`, and always for a model of :func:`pdecay.deploy` that is not of
     transformers, the file also has the model's program, recorded by ``torch.export`` in eval mode.
     ``load(path, trusted=True)`` then returns a model that runs without the code of its class, for
-    any batch size if the model allows it. The program is compared with the model before the file is written.
+    any batch size if the model allows it. The program is compared with the model before the file is
+    written.
 
     Args:
         model: a model or a state dict.
