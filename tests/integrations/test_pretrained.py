@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -266,6 +268,17 @@ def test_changes_that_the_configuration_does_not_have_are_refused(tmp_path):
     more.config.num_labels = 7
     save_pretrained(more, tmp_path / "more")
     assert torch.equal(from_pretrained(tmp_path / "more").classifier.weight, more.classifier.weight)
+
+
+def test_method_of_transformers_is_refused_for_sparse_layers(tmp_path):
+    deployed = pdecay.deploy(sparse_model(), prompt(), choose="sparse", seconds=0)
+    assert deployed.report.chosen == "sparse"
+    for one in (deployed, copy.deepcopy(deployed), pickle.loads(pickle.dumps(deployed))):
+        with pytest.raises(TypeError, match=r"call pdecay\.save\(model, folder\)"):
+            one.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+    pdecay.save(deployed, tmp_path)
+    from_pretrained(tmp_path).save_pretrained(tmp_path / "plain")
 
 
 @pytest.mark.parametrize("dense", [False, True])

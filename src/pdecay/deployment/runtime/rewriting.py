@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,17 @@ def with_sparse_layers(
             copied = cast(nn.Conv2d, result.get_submodule(names[layer]))
             _make_contiguous(copied, channels_last)
     by_copy = {result.get_submodule(names[module]): one for module, one in new.items()}
-    return replace_modules(result, by_copy), relus
+    result = replace_modules(result, by_copy)
+    if hasattr(result, "save_pretrained"):  # of transformers, or of huggingface_hub
+        result.save_pretrained = _refuse_save_pretrained  # type: ignore[assignment]
+    return result, relus
+
+
+def _refuse_save_pretrained(*args: object, **kwargs: object) -> NoReturn:
+    raise TypeError(
+        "save_pretrained would write the sparse layers of this deployed model as tensors that its "
+        "class cannot load: call pdecay.save(model, folder), or save_pretrained before deploy"
+    )
 
 
 def _make_contiguous(layer: nn.Conv2d, channels_last: bool) -> None:
