@@ -90,6 +90,20 @@ def test_target_in_percent_names_the_share():
         pdecay.SparsityTarget(pdecay.PAdam(make_model().parameters()), 90, 100)
 
 
+def test_epochs_instead_of_steps_warn_once():
+    model = make_model()
+    optimizer = pdecay.PAdam(model.parameters())
+    pdecay.SparsityTarget(optimizer, 0.5, total_steps=5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for taken in range(1, 20):
+            model(torch.randn(4, 20)).square().sum().backward()
+            optimizer.step()
+            assert len(caught) == (taken >= 10)
+    assert "10 steps, twice total_steps = 5" in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
 def test_whole_numbers_of_numpy_are_accepted_and_stored_as_plain_numbers():
     steps, model = np.int64(40), make_model()
     optimizer = pdecay.PAdam(model.parameters(), decay=Lp(0.8, 1), auxiliary=pdecay.Every(steps))

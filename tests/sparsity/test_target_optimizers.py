@@ -229,7 +229,7 @@ def test_optimizers_that_step_at_different_frequencies_reach_the_target(make, pu
         optimizers.append(cls([weight], lr=1e-2))
         if make == "attach":
             attach(optimizers[-1], Lp(0.8, 1e-2))
-    target = SparsityTarget(optimizers, 0.75, total_steps=20, pull=pull)
+    target = SparsityTarget(optimizers, 0.75, 20 * max(frequencies), pull=pull)
     for step in range(20):
         for optimizer, frequency in zip(optimizers, frequencies, strict=True):
             for _ in range(frequency):

@@ -328,6 +328,12 @@ class SparsityTarget:
         self._save(target_step=step, target_stepped=0)
         if step > self._end and not self._ended:
             self._check_end()
+        if step == 2 * self.total_steps:
+            warn_user(
+                f"SparsityTarget: the optimizer took {step} steps, twice total_steps = "
+                f"{self.total_steps}, and the ramp ended after step {self._end}. If "
+                f"{self.total_steps} is a number of epochs, multiply it by the steps of an epoch"
+            )
         if not self._begin <= step <= self._end:
             return
         count_initial_zeros(self._groups(), self._steering.trained(self.optimizers))
