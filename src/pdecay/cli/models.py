@@ -65,7 +65,8 @@ def model_of(args: argparse.Namespace) -> tuple[nn.Module, Any]:
 def load_weights(model: nn.Module, path: Path, key: str | None = None) -> None:
     """Load a weight file of any kind into a model."""
     from pdecay.deployment.files import FileFormatError, load
-    from pdecay.deployment.inspect.sources import is_torch_file, read_loadable_state
+    from pdecay.deployment.inspect.sources import read_loadable_state
+    from pdecay.deployment.inspect.torch_files import is_torch_file
 
     try:
         if is_torch_file(path):

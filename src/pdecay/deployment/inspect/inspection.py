@@ -187,8 +187,8 @@ def inspect(
     """Count the zeros, dead units and bytes of a weight file and the magnitudes of its weights.
 
     Args:
-        path: a sparse file, a safetensors file, or a ``torch.save`` file that
-            ``torch.load(weights_only=True)`` can read.
+        path: a sparse file, a safetensors file, or a ``torch.save`` file of tensors and plain
+            data. Nothing in the file is run.
         threshold: weights with ``|w| < threshold`` count as zero, as in :func:`pdecay.sparsity`.
         key: the key of the state dict in a checkpoint with several.
 

@@ -1,15 +1,13 @@
 """Readers of weight files of all kinds, which yield their tensors block by block.
 
-Files are untrusted. Of a ``torch.save`` file, `torch.load` checks only the types, so this module
-checks the rest before it reads an element: sparse tensors have valid indices, nothing is
-compressed, and the elements to read are bounded by the file's size. A few hundred bytes can
-otherwise claim terabytes by strides of zero or by compression.
+Files are untrusted. The readers of each kind check that tensors lie within the file. This module
+bounds the elements to read by the file's size: a few hundred bytes can otherwise claim terabytes by
+strides of zero.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import re
 from collections import OrderedDict
@@ -17,26 +15,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pdecay._utils.errors import root_cause
 from pdecay.deployment.files.codec import BLOCK, Encoding
 from pdecay.deployment.files.container import FileFormatError, short_repr
 from pdecay.deployment.files.dtypes import BY_TORCH, to_array
 from pdecay.deployment.files.matching import tie_key
 from pdecay.deployment.files.reader import Block, TensorFile
 from pdecay.deployment.files.table import EXPANSION, Row
+from pdecay.deployment.inspect.pickles import PickleError
+from pdecay.deployment.inspect.torch_files import is_torch_file, read_torch_file
 
 # Usual keys of the model's state dict in a checkpoint.
 _USUAL_KEYS = ("state_dict", "model_state_dict", "model", "module")
-# The first bytes of torch.save files. Two bytes are too few: a safetensors file starts with the
-# length of its header, which may be 0x280.
-_ARCHIVE, _OLD_PICKLE = b"PK\x03\x04", b"\x80\x02\x8a\n"
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")  # terminal codes in torch's error messages
 
 
@@ -83,15 +78,8 @@ def open_weights(path: str | os.PathLike[str], key: str | None = None) -> Iterat
         )
 
 
-def is_torch_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file starts like a zip archive or an old torch pickle."""
-    if not Path(path).is_file():
-        return False  # the safetensors reader reports the error
-    return _first_bytes(path) in (_ARCHIVE, _OLD_PICKLE)
-
-
 def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a ``torch.save`` file, loaded with ``weights_only=True``.
+    """Return the tensors of a ``torch.save`` file.
 
     Args:
         path: the file.
@@ -121,7 +109,7 @@ def read_loadable_state(
 
 
 def _find_state_dict(path: str | os.PathLike[str], key: str | None) -> Mapping[Any, Any]:
-    loaded = _unpickle(path)
+    loaded = _read(path)
     if key is not None:
         if not isinstance(loaded, Mapping) or key not in loaded:
             found = (
@@ -159,78 +147,21 @@ def _is_extra_state(name: object) -> bool:
     return str(name).endswith("_extra_state")
 
 
-def _unpickle(path: str | os.PathLike[str]) -> object:
+def _read(path: str | os.PathLike[str]) -> Any:
     try:
-        with _checking_sparse_tensors():
-            if _first_bytes(path) != _ARCHIVE:  # the old format, which cannot be memory-mapped
-                with (
-                    open(path, "rb") as file,
-                    mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as m,
-                ):
-                    _check_calls(m)
-                return torch.load(path, map_location="cpu", weights_only=True)
-            _check_archive(path)
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileFormatError:
-        raise
+        return read_torch_file(path)
+    except PickleError as error:
+        raise FileFormatError(str(error)) from None
     except Exception as error:  # a damaged file can raise any error
         reason = _COLORS.sub("", str(error)).split("\n")[0][:200]
         raise FileFormatError(
-            f"torch.load(weights_only=True) failed ({type(error).__name__}: {reason}); expected a "
-            "file written by torch.save(model.state_dict(), path)"
+            f"cannot be read ({type(error).__name__}: {reason}); expected a file written by "
+            "torch.save(model.state_dict(), path)"
         ) from None
 
 
-@contextmanager
-def _checking_sparse_tensors() -> Iterator[None]:
-    """Let torch.load check the indices of sparse tensors.
-
-    Operations on a tensor with wrong indices read and write foreign memory.
-    """
-    # torch.load lists the tensors to check in a global variable. If it fails, it leaves them there
-    # and the next call raises their errors.
-    waiting = torch._utils._sparse_tensors_to_validate
-    waiting.clear()
-    try:
-        with torch.sparse.check_sparse_tensor_invariants():
-            yield
-    finally:
-        waiting.clear()
-
-
-def _first_bytes(path: str | os.PathLike[str]) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(len(_ARCHIVE))
-
-
-def _check_archive(path: str | os.PathLike[str]) -> None:
-    """Raise if an archive has compressed entries or calls that could fill the memory.
-
-    This asks torch's own reader: a crafted archive can show other entries to ``zipfile``.
-    """
-    reader = torch._C.PyTorchFileReader(os.fspath(path))
-    size = sum(reader.get_record_size(name) for name in reader.get_all_records())
-    if size > os.path.getsize(path):
-        raise FileFormatError(
-            f"the archive has {size:,} bytes of contents, more than the file itself: it is "
-            "compressed, but torch.save compresses nothing; save the state dict again"
-        )
-    _check_calls(reader.get_record("data.pkl"))
-
-
-def _check_calls(pickled: bytes | mmap.mmap) -> None:
-    """Raise if a pickle may call ``bytearray``, which allocates any number of bytes."""
-    if pickled.find(b"bytearray\n") >= 0:
-        raise FileFormatError("contains a bytearray, expected tensors; save the state dict only")
-
-
 def _tensors(mapping: Mapping[Any, object]) -> dict[str, Tensor]:
-    return {str(name): _plain(one) for name, one in mapping.items() if isinstance(one, Tensor)}
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a parameter without the attributes that a file may set in place of its methods."""
-    return Tensor.detach(tensor) if type(tensor) is nn.Parameter else tensor
+    return {str(name): one for name, one in mapping.items() if isinstance(one, Tensor)}
 
 
 def _torch_weights(state: Mapping[str, Tensor], limit: int) -> WeightFile:
@@ -255,17 +186,8 @@ def _torch_weights(state: Mapping[str, Tensor], limit: int) -> WeightFile:
 
 
 def _check_countable(name: str, tensor: Tensor) -> None:
-    problem = None
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested:
-        problem = f"is a {type(tensor).__name__}, expected a plain tensor"
-    elif tensor.is_meta:
-        problem = "has no values, which cannot be counted"
-    elif tensor.dtype not in BY_TORCH and not tensor.is_quantized:
-        problem = f"has dtype {tensor.dtype}, which cannot be counted"
-    elif math.prod(tensor.shape) >= 2**63:
-        problem = f"has the shape {short_repr(list(tensor.shape))}, which is too large"
-    if problem:
-        raise FileFormatError(f"{short_repr(name)} {problem}")
+    if tensor.is_meta:
+        raise FileFormatError(f"{short_repr(name)} has no values, which cannot be counted")
 
 
 def _tensor_source(name: str, tensor: Tensor) -> Source:
@@ -276,17 +198,11 @@ def _tensor_source(name: str, tensor: Tensor) -> Source:
         encoding = Encoding("coo", size, stored, unary_bytes=8 * len(shape) * stored)
         row = Row(name, BY_TORCH[tensor.dtype], shape, encoding)
         return Source(row, partial(_sparse_blocks, tensor))
-    dtype = torch.float32 if tensor.is_quantized else tensor.dtype
-    row = Row(name, BY_TORCH[dtype], shape, Encoding("dense", size, size))
+    row = Row(name, BY_TORCH[tensor.dtype], shape, Encoding("dense", size, size))
     return Source(row, partial(_dense_blocks, tensor))
 
 
 def _dense_blocks(tensor: Tensor) -> Iterator[Block]:
-    try:
-        tensor = tensor.dequantize() if tensor.is_quantized else tensor
-    except RuntimeError as error:  # scales that do not fit the tensor
-        reason = root_cause(error)[:200]
-        raise FileFormatError(f"a quantized tensor is damaged: {reason}") from None
     begin = 0
     for part in _parts(tensor.detach()):
         array = to_array(part)
