@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -160,6 +161,35 @@ def test_cache_below_another_users_folder_is_not_used(other_users_folder, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(other_users_folder))
     assert build._cache_folder() is None
     assert not any(other_users_folder.iterdir())  # sudo keeps HOME: a folder of root would stay
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_cache_in_a_user_namespace(mapped):
+    """There, the root folder and the folders of all other users seem to have one owner."""
+    if os.getuid() != 0:
+        pytest.skip("only root can create another user's folder")
+    code = f"""
+    import ctypes, os
+    from pdecay._native.build import _cache_folder
+    os.setuid({OTHER_USER - 1})
+    libc = ctypes.CDLL(None)
+    libc.prctl(4, 1)  # else root owns the files in /proc/self
+    if libc.unshare(0x10000000):
+        raise SystemExit("no user namespaces")
+    if {mapped}:
+        with open("/proc/self/uid_map", "w") as file:
+            file.write("{OTHER_USER - 1} {OTHER_USER - 1} 1")
+    print(_cache_folder() is not None)
+    """
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:
+        mine = Path(shared, "mine")
+        mine.mkdir()
+        os.chmod(shared, 0o755)
+        for folder in (shared, mine):
+            os.chown(folder, OTHER_USER - 1, -1)
+        assert run(code, mine) == str(mapped)  # below folders of root and of this user
+        os.chown(shared, OTHER_USER, -1)
+        assert run(code, mine) == "False"
 
 
 @pytest.mark.parametrize(("mode", "used"), [(0o777, False), (0o775, False), (0o1777, True)])

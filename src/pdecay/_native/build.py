@@ -40,6 +40,9 @@ NO_RUNTIME = "none"  # for kernels that run on one thread
 DIGEST_SIZE = hashlib.sha256().digest_size
 PROBE_SIZE = 4 << 20  # bytes, more than the files of one compilation take
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+ALL_USERS = 2**32 - 1  # the size of the user namespace of the machine itself
+# Root's, also where a user namespace hides their owner.
+SYSTEM_FOLDERS = ("/", "/home", "/tmp", "/var", "/var/tmp")
 
 # Not -ffast-math: it would break the rounding trick of fastpow.h and hide NaN, and gcc before 13
 # links a library that has it with crtfastmath.o, which flushes denormals in the whole process.
@@ -380,15 +383,34 @@ def _are_safe(folders: Iterable[Path]) -> bool:
     """Return whether no other user can rename our folders in these folders.
 
     A sticky folder such as /tmp is safe: only its owner and the owner of an entry can rename that.
-    The owner of the root folder is trusted as root is. In a container it may have another number.
     """
-    trusted = (0, os.getuid(), os.stat("/").st_uid)
+    trusted, nobody = _trusted_users()
     return all(
         stat.S_ISDIR(found.st_mode)
-        and found.st_uid in trusted
+        and (found.st_uid in trusted or (found.st_uid == nobody and str(folder) in SYSTEM_FOLDERS))
         and (not found.st_mode & OTHERS_WRITE or found.st_mode & stat.S_ISVTX)
-        for found in (folder.lstat() for folder in folders)
+        for folder, found in ((folder, folder.lstat()) for folder in folders)
     )
+
+
+def _trusted_users() -> tuple[set[int], int | None]:
+    """Return the users who may own a folder above ours, and the number that stands for no user.
+
+    The owner of the root folder is trusted as root is. In a container it may have another number.
+    A user namespace shows one number for all users that it does not map, root and others.
+    """
+    trusted = {0, os.getuid(), os.stat("/").st_uid}
+    try:
+        nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        lines = Path("/proc/self/uid_map").read_text().splitlines()
+    except OSError:  # not Linux
+        return trusted, None
+    mapped = [[*map(int, line.split())] for line in lines]
+    if mapped == [[0, 0, ALL_USERS]]:
+        return trusted, None
+    if os.getuid() != nobody or not any(0 <= nobody - first < size for first, _, size in mapped):
+        trusted.discard(nobody)
+    return trusted, nobody
 
 
 def _runs_code(folder: Path) -> bool:
