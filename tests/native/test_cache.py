@@ -243,6 +243,19 @@ def small_file_system(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.parametrize(("user", "used"), [(0, True), (OTHER_USER, False)])
+def test_fuse_file_system_of_another_user_is_not_used(small_file_system, monkeypatch, user, used):
+    """Its owner may show any owner and any content."""
+    monkeypatch.setenv("PDECAY_CACHE", str(small_file_system / "cache"))
+    read = build._read_proc
+    options = f"- fuse.sshfs x rw,user_id={user},group_id=0,"
+    monkeypatch.setattr(
+        build, "_read_proc", lambda name: read(name).replace("- tmpfs tmpfs rw,", options)
+    )
+    assert (build._cache_folder() is not None) == used
+    assert build._is_private(small_file_system) == used
+
+
 def test_full_or_noexec_cache_compiles_once_in_a_temporary_folder(small_file_system, tmp_path):
     assert not build._runs_code(small_file_system)  # too small
     subprocess.run(["mount", "-o", "remount,size=99m", str(small_file_system)], check=True)

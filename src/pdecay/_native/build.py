@@ -304,7 +304,7 @@ def _openmp_runtime() -> str | None:
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401 (loads its runtime)
     try:
-        maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
+        maps = _read_proc("maps")
     except OSError:  # not Linux
         return None
     return _runtime_in(maps)
@@ -374,9 +374,10 @@ def _is_private(folder: Path) -> bool:
     Args:
         folder: an absolute path without symbolic links.
     """
-    found = folder.lstat()
+    found, provider = _look_at(folder)
     closed = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-    return closed and found.st_uid == os.getuid() and _are_safe(folder.parents)
+    mine = found.st_uid == os.getuid() and provider in _trusted_users()[0]
+    return closed and mine and _are_safe(folder.parents)
 
 
 def _are_safe(folders: Iterable[Path]) -> bool:
@@ -387,10 +388,53 @@ def _are_safe(folders: Iterable[Path]) -> bool:
     trusted, nobody = _trusted_users()
     return all(
         stat.S_ISDIR(found.st_mode)
+        and provider in trusted
         and (found.st_uid in trusted or (found.st_uid == nobody and str(folder) in SYSTEM_FOLDERS))
         and (not found.st_mode & OTHERS_WRITE or found.st_mode & stat.S_ISVTX)
-        for folder, found in ((folder, folder.lstat()) for folder in folders)
+        for folder, (found, provider) in ((folder, _look_at(folder)) for folder in folders)
     )
+
+
+def _look_at(folder: Path) -> tuple[os.stat_result, int | None]:
+    """Return the status of a folder, and the user whose program shows it; 0 if the system does.
+
+    A FUSE file system of another user can show any owner. The folder is held open, so that both
+    results are of the same file system. The second is None if that was unmounted meanwhile.
+    """
+    if not hasattr(os, "O_PATH"):  # not Linux
+        return folder.lstat(), 0
+    handle, root = (os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in (folder, "/"))
+    try:
+        found, mount = os.fstat(handle), _mount_of(handle)
+        # After chroot, the mount of the root folder may not be listed.
+        return found, 0 if mount is None or mount == _mount_of(root) else _provider_of(mount)
+    finally:
+        os.close(handle)
+        os.close(root)
+
+
+def _mount_of(handle: int) -> str | None:
+    """Return the number of the mount of an open file; None if the system does not tell."""
+    try:
+        found = re.search(r"^mnt_id:\s*(\d+)", _read_proc(f"fdinfo/{handle}"), re.MULTILINE)
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def _provider_of(mount: str) -> int | None:
+    """Return the user who provides a mount; None if it is not mounted any more."""
+    found = re.search(rf"^{mount} .* - (\S+) \S+ (\S+)$", _read_proc("mountinfo"), re.MULTILINE)
+    if found is None:
+        return None
+    if not found[1].startswith("fuse"):
+        return 0
+    user = re.search(r"\buser_id=(\d+)", found[2])
+    return int(user[1]) if user else None
+
+
+def _read_proc(name: str) -> str:
+    return Path("/proc/self", name).read_text(errors="surrogateescape")
 
 
 def _trusted_users() -> tuple[set[int], int | None]:
@@ -402,7 +446,7 @@ def _trusted_users() -> tuple[set[int], int | None]:
     trusted = {0, os.getuid(), os.stat("/").st_uid}
     try:
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
-        lines = Path("/proc/self/uid_map").read_text().splitlines()
+        lines = _read_proc("uid_map").splitlines()
     except OSError:  # not Linux
         return trusted, None
     mapped = [[*map(int, line.split())] for line in lines]
