@@ -1,5 +1,6 @@
 """Tests of the kernel build: compilers, failures, and side effects on the process."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -223,6 +224,23 @@ def test_headers_in_the_current_folder_are_not_used(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("math.h").write_text("#error foreign header")
     assert run(LOAD, tmp_path / "cache", CPATH=":/usr/local/include") == "loaded"
+
+
+@pytest.mark.parametrize("name", [None, "gcc"])
+def test_compiler_in_the_current_folder_is_not_used(tmp_path, monkeypatch, name):
+    """Other users may have put it there: an empty part of PATH is the current folder."""
+    expected = build._compiler()
+    for program in ("cc", "gcc", "clang"):
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f":.:{os.environ['PATH']}")
+    assert build._compiler() == expected
+    if name:
+        monkeypatch.setenv("CC", name)
+    monkeypatch.setenv("PATH", "/nowhere:")
+    with pytest.raises(build.KernelUnavailable, match="no C compiler"):
+        build._compiler()
 
 
 def test_compiler_by_a_relative_path(tmp_path, monkeypatch):

@@ -274,12 +274,17 @@ def _one_line(text: str) -> str:
 
 
 def _compiler() -> list[str]:
-    """Return the C compiler's command: `CC` if set, else cc, gcc or clang from the path."""
+    """Return the C compiler's command: `CC` if set, else cc, gcc or clang from the path.
+
+    An empty or relative part of `PATH` is not searched: other users may have put a program there.
+    """
     if not hasattr(os, "getuid"):
         raise KernelUnavailable("kernels need a POSIX system")
     given = _words_of("CC")
+    parts = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    places = os.pathsep.join(filter(os.path.isabs, parts))
     for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
-        path = shutil.which(command[0])
+        path = shutil.which(command[0], path=places)
         if path:
             return [os.path.abspath(path), *command[1:]]  # it runs in another folder
     raise KernelUnavailable(f"no C compiler found ({given[0] if given else 'cc, gcc, clang'})")
