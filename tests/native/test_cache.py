@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdecay._native import build
+from pdecay._native import build, private_folders
 from tests.native.processes import LOAD, TRY, libraries, run
 
 pytestmark = pytest.mark.usefixtures("needs_native")
@@ -247,13 +247,13 @@ def small_file_system(tmp_path):
 def test_fuse_file_system_of_another_user_is_not_used(small_file_system, monkeypatch, user, used):
     """Its owner may show any owner and any content."""
     monkeypatch.setenv("PDECAY_CACHE", str(small_file_system / "cache"))
-    read = build._read_proc
+    read = private_folders.read_proc
     options = f"- fuse.sshfs x rw,user_id={user},group_id=0,"
     monkeypatch.setattr(
-        build, "_read_proc", lambda name: read(name).replace("- tmpfs tmpfs rw,", options)
+        private_folders, "read_proc", lambda name: read(name).replace("- tmpfs tmpfs rw,", options)
     )
     assert (build._cache_folder() is not None) == used
-    assert build._is_private(small_file_system) == used
+    assert private_folders.is_private(small_file_system) == used
 
 
 def test_full_or_noexec_cache_compiles_once_in_a_temporary_folder(small_file_system, tmp_path):

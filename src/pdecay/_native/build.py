@@ -6,10 +6,8 @@ ctypes. The library is kept per source, compiler, processor and OpenMP runtime i
 `KernelUnavailable` with a reason of one line; the caller falls back to another implementation.
 `PDECAY_CFLAGS` has further options for the compiler, such as `-march=haswell`.
 
-A folder is private if no other user but root can write to it or rename it or a folder above it.
-Otherwise another user could replace the library between its check and its use. If the cache is not
-private, is full, or is on a file system that runs no code, each process compiles in a temporary
-folder instead.
+If the cache is not private (see ``private_folders.py``), is full, or is on a file system that runs
+no code, each process compiles in a temporary folder instead.
 """
 
 from __future__ import annotations
@@ -29,8 +27,10 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+
+from pdecay._native.private_folders import OTHERS_WRITE, are_safe, is_private, read_proc
 
 __all__ = ["KernelUnavailable", "load"]
 
@@ -39,10 +39,6 @@ TIMEOUT = 60.0  # seconds, for one run of the compiler and before the last one s
 NO_RUNTIME = "none"  # for kernels that run on one thread
 DIGEST_SIZE = hashlib.sha256().digest_size
 PROBE_SIZE = 4 << 20  # bytes, more than the files of one compilation take
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-ALL_USERS = 2**32 - 1  # the size of the user namespace of the machine itself
-# Root's, also where a user namespace hides their owner.
-SYSTEM_FOLDERS = ("/", "/home", "/tmp", "/var", "/var/tmp")
 
 # Not -ffast-math: it would break the rounding trick of fastpow.h and hide NaN, and gcc before 13
 # links a library that has it with crtfastmath.o, which flushes denormals in the whole process.
@@ -138,7 +134,7 @@ def _load(name: str, threads: bool) -> ctypes.CDLL:
             return _build(name, compiler, runtime, folder / file_name)
     with _temporary_folder("pdecay-") as temporary:
         folder = Path(temporary).resolve()
-        if not _is_private(folder) or not _runs_code(folder):
+        if not is_private(folder) or not _runs_code(folder):
             raise KernelUnavailable(
                 f"{folder.parent} is full, runs no code or is writable by other users: set "
                 "PDECAY_CACHE to a folder that only you can write to"
@@ -309,7 +305,7 @@ def _openmp_runtime() -> str | None:
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401 (loads its runtime)
     try:
-        maps = _read_proc("maps")
+        maps = read_proc("maps")
     except OSError:  # not Linux
         return None
     return _runtime_in(maps)
@@ -356,7 +352,7 @@ def _cache_folder() -> Path | None:
         folder = Path(os.path.realpath(os.path.expanduser(root)), "kernels")
         if "$" in str(folder):  # the loader would replace $LIB and $PLATFORM
             return None
-        if not _are_safe(path for path in folder.parents if path.exists()):
+        if not are_safe(path for path in folder.parents if path.exists()):
             return None  # and create nothing in the home of the user who called sudo
         for path in (*reversed(folder.parents), folder):
             path.mkdir(mode=0o700, exist_ok=True)
@@ -365,101 +361,12 @@ def _cache_folder() -> Path | None:
             stat.S_ISDIR(found.st_mode)
             and found.st_mode & 0o077  # old, and open to others
             and found.st_uid == os.getuid()
-            and _are_safe(folder.parents)
+            and are_safe(folder.parents)
         ):
             folder.chmod(0o700)
-        return folder if _is_private(folder) else None
+        return folder if is_private(folder) else None
     except OSError:
         return None
-
-
-def _is_private(folder: Path) -> bool:
-    """Return whether no other user but root can write to a folder, rename it or replace it.
-
-    Args:
-        folder: an absolute path without symbolic links.
-    """
-    found, provider = _look_at(folder)
-    closed = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-    mine = found.st_uid == os.getuid() and provider in _trusted_users()[0]
-    return closed and mine and _are_safe(folder.parents)
-
-
-def _are_safe(folders: Iterable[Path]) -> bool:
-    """Return whether no other user can rename our folders in these folders.
-
-    A sticky folder such as /tmp is safe: only its owner and the owner of an entry can rename that.
-    """
-    trusted, nobody = _trusted_users()
-    return all(
-        stat.S_ISDIR(found.st_mode)
-        and provider in trusted
-        and (found.st_uid in trusted or (found.st_uid == nobody and str(folder) in SYSTEM_FOLDERS))
-        and (not found.st_mode & OTHERS_WRITE or found.st_mode & stat.S_ISVTX)
-        for folder, (found, provider) in ((folder, _look_at(folder)) for folder in folders)
-    )
-
-
-def _look_at(folder: Path) -> tuple[os.stat_result, int | None]:
-    """Return the status of a folder, and the user whose program shows it; 0 if the system does.
-
-    A FUSE file system of another user can show any owner. The folder is held open, so that both
-    results are of the same file system. The second is None if that was unmounted meanwhile.
-    """
-    if not hasattr(os, "O_PATH"):  # not Linux
-        return folder.lstat(), 0
-    handle, root = (os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in (folder, "/"))
-    try:
-        found, mount = os.fstat(handle), _mount_of(handle)
-        # After chroot, the mount of the root folder may not be listed.
-        return found, 0 if mount is None or mount == _mount_of(root) else _provider_of(mount)
-    finally:
-        os.close(handle)
-        os.close(root)
-
-
-def _mount_of(handle: int) -> str | None:
-    """Return the number of the mount of an open file; None if the system does not tell."""
-    try:
-        found = re.search(r"^mnt_id:\s*(\d+)", _read_proc(f"fdinfo/{handle}"), re.MULTILINE)
-    except OSError:
-        return None
-    return found[1] if found else None
-
-
-def _provider_of(mount: str) -> int | None:
-    """Return the user who provides a mount; None if it is not mounted any more."""
-    found = re.search(rf"^{mount} .* - (\S+) \S+ (\S+)$", _read_proc("mountinfo"), re.MULTILINE)
-    if found is None:
-        return None
-    if not found[1].startswith("fuse"):
-        return 0
-    user = re.search(r"\buser_id=(\d+)", found[2])
-    return int(user[1]) if user else None
-
-
-def _read_proc(name: str) -> str:
-    return Path("/proc/self", name).read_text(errors="surrogateescape")
-
-
-def _trusted_users() -> tuple[set[int], int | None]:
-    """Return the users who may own a folder above ours, and the number that stands for no user.
-
-    The owner of the root folder is trusted as root is. In a container it may have another number.
-    A user namespace shows one number for all users that it does not map, root and others.
-    """
-    trusted = {0, os.getuid(), os.stat("/").st_uid}
-    try:
-        nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
-        lines = _read_proc("uid_map").splitlines()
-    except OSError:  # not Linux
-        return trusted, None
-    mapped = [[*map(int, line.split())] for line in lines]
-    if mapped == [[0, 0, ALL_USERS]]:
-        return trusted, None
-    if os.getuid() != nobody or not any(0 <= nobody - first < size for first, _, size in mapped):
-        trusted.discard(nobody)
-    return trusted, nobody
 
 
 def _runs_code(folder: Path) -> bool:
