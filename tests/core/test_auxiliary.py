@@ -199,12 +199,40 @@ def test_s_resumes_bit_exactly(auxiliary, kind, tmp_path):
         assert torch.equal(a, b)
 
 
-def test_anchor_has_the_parameters_dtype():
-    model = nn.Linear(3, 3, dtype=torch.bfloat16)
-    optimizer = PAdam(model.parameters(), decay=Lp(1, 0.1), auxiliary=Slow(0.5))
-    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+@pytest.mark.parametrize("make", [make_psgd, make_attached])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_slow_anchor_of_a_weight_in_half_precision_follows_it(make, dtype):
+    def start():
+        weight = nn.Parameter(torch.full((2, 2), 0.5, dtype=dtype))
+        optimizer = make([weight], Slow(1e-4))
+        optimizer.param_groups[0]["lr"] = 1e-6  # the weight stays, only the anchor moves
+        return weight, optimizer
+
+    def train(weight, optimizer, steps):
+        for _ in range(steps):
+            weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+
+    weight, optimizer = start()
+    train(weight, optimizer, 100)
+    resumed, resumed_optimizer = start()
+    resumed_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(weight, optimizer, 100)
+    train(resumed, resumed_optimizer, 100)
+    anchor = optimizer.state[weight]["anchor"]
+    assert anchor[0, 0].item() == pytest.approx((0.25 + 0.75 * (1 - 1e-4) ** 200) ** 0.5, rel=1e-5)
+    assert torch.equal(anchor, resumed_optimizer.state[resumed]["anchor"])
+    assert torch.equal(weight, resumed)
+
+
+def test_half_precision_anchor_of_a_checkpoint_is_widened():
+    weight = nn.Parameter(torch.full((2, 2), 0.5, dtype=torch.bfloat16))
+    optimizer = make_psgd([weight], Slow(1e-3))
+    optimizer.state[weight] = {"anchor": torch.ones_like(weight), "anchor_steps": 3}
+    weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    assert optimizer.state[model.weight]["anchor"].dtype == torch.bfloat16
+    assert optimizer.state[weight]["anchor"].dtype == torch.float32
+    assert (optimizer.state[weight]["anchor"] < 1).all()
 
 
 def test_step_with_zero_lr_changes_nothing():

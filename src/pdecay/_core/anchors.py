@@ -23,16 +23,19 @@ def decay_at_anchor_(
     """Decay a weight by its anchor's factor, then update the anchor.
 
     The anchor is created here, after the optimizer's first update, because many optimizers
-    initialise their state only if it is empty.
+    initialise their state only if it is empty. It is at least in single precision: in half
+    precision, small steps of a slow anchor would be lost.
     """
     every, follow, start = plain
     anchor = state.get("anchor")
     if anchor is None:
-        dtype = param.dtype.to_real() if param.is_complex() else param.dtype
+        dtype = torch.promote_types(param.dtype.to_real(), torch.float32)
         value = first_anchor(start, penalty.pairs(), torch.finfo(dtype))
         anchor = torch.full_like(param, value, dtype=dtype)
         state["anchor"] = anchor
         state["anchor_steps"] = 0
+    elif anchor.dtype.itemsize < 4:  # of a checkpoint
+        anchor = state["anchor"] = anchor.float()
     # A skipped step, or one with lr = 0 or a scale of 0, changes nothing. It still creates the
     # anchor, because torch.distributed.checkpoint creates the state that it loads into by a step
     # with lr = 0.
@@ -42,7 +45,8 @@ def decay_at_anchor_(
     state["anchor_steps"] += 1
     if state["anchor_steps"] % every == 0:
         # hypot, since the squares of small weights underflow
-        moved = torch.hypot(math.sqrt(1 - follow) * anchor, math.sqrt(follow) * param.abs())
+        size = param.abs().to(anchor.dtype)
+        moved = torch.hypot(math.sqrt(1 - follow) * anchor, math.sqrt(follow) * size)
         if isinstance(rate, Tensor):  # on a device; it may be 0
             moved = torch.where(rate > 0, moved, anchor)
         anchor.copy_(moved)

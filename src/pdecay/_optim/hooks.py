@@ -32,7 +32,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 from torch.optim import Optimizer
 
 from pdecay._core.parameters import is_zero
-from pdecay._optim.state_precision import restore_squares
+from pdecay._optim.state_precision import restore_precision
 from pdecay._utils.interrupts import deferred_interrupts, is_inside
 
 T = TypeVar("T", bound="StepHooks")
@@ -161,7 +161,7 @@ class StepHooks:
         if (
             checkpoint is not None
         ):  # PAdam and PSGD need no hooks for this: a second call is a no-op
-            restore_squares(local_optimizer(optimizer).state, optimizer, checkpoint)
+            restore_precision(local_optimizer(optimizer).state, optimizer, checkpoint)
 
 
 def find_hooks(optimizer: Optimizer, kind: type[T]) -> T | None:

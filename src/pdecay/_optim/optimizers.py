@@ -46,7 +46,7 @@ from pdecay._optim.state_precision import (
     FLOAT16_CAUSE,
     FLOAT16_REMEDY,
     FLOAT16_ZERO,
-    restore_squares,
+    restore_precision,
 )
 from pdecay._optim.steps import adam_step_, sgd_step_
 from pdecay._utils.user_warnings import warn_user
@@ -74,7 +74,7 @@ class _Decaying(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(complete_checkpoint(state_dict, self.param_groups))
-        restore_squares(self.state, self, state_dict)
+        restore_precision(self.state, self, state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -2,7 +2,8 @@
 
 ``Optimizer.load_state_dict`` casts all state to the dtype of the weight. The running mean of
 squared gradients, which a ranking keeps, is in float32 for every weight. In bfloat16 it would lose
-16 bits, and a resumed run would rank other weights first.
+16 bits, and a resumed run would rank other weights first. The anchors of a slow auxiliary variable
+are in float32 for weights in half precision.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,10 +24,13 @@ FLOAT16_REMEDY = (
 )
 
 SQUARES = "squared_gradient"  # the key in ``optimizer.state[param]``; see _sparsity/metric.py
+_KEPT = (SQUARES, "anchor")  # see _core/anchors.py
 
 
-def restore_squares(state: dict[Tensor, Any], optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Replace squares that were cast while a checkpoint was loaded by those of the checkpoint.
+def restore_precision(
+    state: dict[Tensor, Any], optimizer: Optimizer, saved: dict[str, Any]
+) -> None:
+    """Replace state that was cast while a checkpoint was loaded by that of the checkpoint.
 
     Args:
         state: the optimizer's state after loading.
@@ -37,11 +40,13 @@ def restore_squares(state: dict[Tensor, Any], optimizer: Optimizer, saved: dict[
     places = chain.from_iterable(group["params"] for group in saved["param_groups"])
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for place, param in zip(places, params, strict=True):
-        exact, loaded = _squares_in(saved["state"].get(place)), _squares_in(state.get(param))
-        if exact is not None and loaded is not None and loaded.dtype != torch.float32:
-            state[param][SQUARES] = exact.to(loaded.device, torch.float32, copy=True)
+        for key in _KEPT:
+            exact, loaded = _tensor(saved["state"].get(place), key), _tensor(state.get(param), key)
+            if exact is None or loaded is None or loaded.dtype.itemsize >= exact.dtype.itemsize:
+                continue
+            state[param][key] = exact.to(loaded.device, copy=True)
 
 
-def _squares_in(entry: object) -> Tensor | None:
-    squares = entry.get(SQUARES) if isinstance(entry, dict) else None
-    return squares if isinstance(squares, Tensor) else None
+def _tensor(entry: object, key: str) -> Tensor | None:
+    tensor = entry.get(key) if isinstance(entry, dict) else None
+    return tensor if isinstance(tensor, Tensor) else None
