@@ -107,6 +107,14 @@ def test_supports_settings_of_adam(path, options):
     assert_near(params, reference(initial_weights(), grads, PENALTIES["0.8"], **options), 1e-12)
 
 
+@pytest.mark.parametrize("path", ["native", "for-loop"])  # torch's foreach refuses such betas
+def test_coefficients_may_be_tensors(path):
+    grads = gradients()
+    betas = (torch.tensor(0.9, dtype=torch.float64), torch.tensor(0.999, dtype=torch.float64))
+    _, params = trained(grads, decay=PENALTIES["0.8"], betas=betas, **PATHS[path])
+    assert_near(params, reference(initial_weights(), grads, PENALTIES["0.8"]), 1e-12)
+
+
 @pytest.mark.slow
 def test_compiled_kernel_matches_reference():
     grads = gradients()

@@ -70,7 +70,7 @@ def denominators(streams: Streams, group: Group) -> list[Tensor]:
     Half precision is computed in float32. A complex weight has one denominator.
     """
     _, grads, _, squares, largest, steps = streams
-    _, beta2 = group["betas"]
+    beta2 = _number(group["betas"][1])
     sizes = [_wide(grad.abs()) for grad in grads]
     result = [_real_sum(square) * beta2 for square in squares]
     torch._foreach_addcmul_(result, sizes, sizes, 1 - beta2)
@@ -108,5 +108,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-def _number(step: Tensor) -> float | Tensor:
-    return step.item() if step.is_cpu and not is_tracing() else step
+def _number(value: Any) -> Any:
+    return (
+        value.item() if isinstance(value, Tensor) and value.is_cpu and not is_tracing() else value
+    )
