@@ -7,6 +7,7 @@ import json
 import os
 import struct
 import sys
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -471,3 +472,14 @@ def test_tensor_in_the_storage_of_a_quantized_one_is_refused(tmp_path):
     )
     with pytest.raises(FileFormatError, match=r"of dtype torch\.qint8, which cannot be read"):
         inspect(tmp_path / "file.pt")
+
+
+def test_many_small_tensors_take_little_memory(tmp_path):
+    save({f"{i}": torch.ones(1) for i in range(3000)}, tmp_path / "file")
+    inspect(tmp_path / "file")
+    tracemalloc.start()
+    inspection = inspect(tmp_path / "file")
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert inspection.histogram.sum() == 3000
+    assert held < 3000 * 3000  # a whole histogram has 7200 bytes

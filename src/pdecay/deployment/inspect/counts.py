@@ -25,7 +25,8 @@ class Counts:
         exact_zeros: elements equal to 0.0, which a sparse file omits.
         dead_rows, dead_columns: slices along the first and second dimension with only zeros.
         not_finite: infinities and NaNs.
-        histogram: counts of log10 |w|, for floating-point and complex tensors.
+        bins: the bins of the histogram that are not empty, and their counts. A file may have so
+            many small tensors that whole histograms would take many times its size.
     """
 
     zeros: int
@@ -33,7 +34,14 @@ class Counts:
     dead_rows: int
     dead_columns: int
     not_finite: int
-    histogram: histogram.Counts
+    bins: tuple[Positions, histogram.Counts]
+
+    @property
+    def histogram(self) -> histogram.Counts:
+        """Counts of log10 |w|, for floating-point and complex tensors."""
+        counts = histogram.empty()
+        counts[self.bins[0]] = self.bins[1]
+        return counts
 
 
 def count(source: Source, threshold: float) -> Counts:
@@ -57,7 +65,9 @@ def count(source: Source, threshold: float) -> Counts:
             units.add(positions[nonzero])
     total = row.encoding.size
     dead_rows, dead_columns = units.dead()
-    return Counts(total - live, total - nonzeros, dead_rows, dead_columns, not_finite, hist)
+    used = np.flatnonzero(hist)
+    bins = (used, hist[used])
+    return Counts(total - live, total - nonzeros, dead_rows, dead_columns, not_finite, bins)
 
 
 def has_magnitude(dtype: DType) -> bool:
