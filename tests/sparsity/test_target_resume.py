@@ -368,6 +368,43 @@ class TestResume:
         train(resumed, again, start=stop)
         assert_equal(resumed, model)
 
+    @pytest.mark.parametrize("stop", [2, 20, 51])
+    @pytest.mark.parametrize("make", [torch.optim.SGD, pdecay.PSGD])
+    def test_squares_of_an_optimizer_without_state_are_loaded(self, make, stop):
+        from torch.distributed.checkpoint.state_dict import (
+            get_optimizer_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        def steered(model):
+            optimizer = make(model.parameters(), lr=0.05)  # no momentum: biases have no state
+            if make is torch.optim.SGD:
+                attach(optimizer, Lp(0.8, 1e-2))
+            SparsityTarget(optimizer, 0.9, STEPS)
+            return optimizer
+
+        model = build()
+        optimizer = steered(model)
+        train(model, optimizer, stop)
+        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+        resumed = copy.deepcopy(model)
+        train(model, optimizer, start=stop)
+        resumed.zero_grad()
+        again = steered(resumed)
+        set_optimizer_state_dict(resumed, again, saved)
+        train(resumed, again, start=stop)
+        assert_equal(resumed, model)
+
+    def test_bias_of_an_optimizer_without_state_joins_the_ramp(self):
+        model = build()
+        optimizer = pdecay.PSGD(model.parameters(), lr=0.05)
+        target = SparsityTarget(optimizer, 0.9, STEPS)
+        train(model, optimizer, 3)
+        optimizer.param_groups[0]["decay_1d"] = True
+        train(model, optimizer, start=3)
+        assert target.sparsity == pytest.approx(0.9, abs=1e-3)
+        assert not model[3].bias.any()
+
     def test_squares_beside_the_first_state_of_adagrad_are_loaded(self):
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,

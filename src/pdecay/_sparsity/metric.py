@@ -150,12 +150,25 @@ def update_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
         if squares is not None and local.state[param].get(SQUARES) is not squares:
             continue
         square = _magnitudes(param.grad).square_()
-        if squares is None:
+        if squares is None or squares.shape != square.shape:  # see _complete_state
             squares = local.state[param][SQUARES] = torch.zeros_like(square)
         elif squares.dtype != torch.float32:  # loaded without our hooks
             squares = local.state[param][SQUARES] = squares.float()
         if torch.isfinite(square).all():  # one infinite gradient would make the mean infinite
             squares.lerp_(square, 1 - _BETA)
+    _complete_state(local)
+
+
+def _complete_state(optimizer: Optimizer) -> None:
+    """Give the other weights a state if the optimizer keeps none, such as SGD without momentum.
+
+    torch.distributed.checkpoint refuses to load state if only some of the weights have it. It is
+    replaced if a weight is steered later.
+    """
+    if all(state.keys() <= {SQUARES} for state in optimizer.state.values()):
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if param.grad is not None and not optimizer.state.get(param):
+                optimizer.state[param][SQUARES] = torch.zeros((), device=param.device)
 
 
 def _had_gradient(param: Tensor, optimizer: Optimizer) -> bool:
