@@ -695,3 +695,43 @@ def test_model_that_takes_its_input_out_of_a_dict():
     batch = {"x": torch.randn(2, 8)}
     deployed = deploy(model, (batch,), seconds=0)
     torch.testing.assert_close(deployed(dict(batch)), model(dict(batch)))
+
+
+class Collecting(nn.Module):
+    """A network whose first run registers hooks that collect the outputs of its layers.
+
+    The models of transformers do so for ``output_hidden_states=True``.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 16)))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        if not getattr(self, "has_hooks", False):
+            self.layers[1].register_forward_pre_hook(self.collect)
+            self.layers[1].register_forward_hook(self.collect)
+            self.has_hooks = True
+        self.collected = []
+        self.layers(x)
+        return self.head(torch.cat(self.collected, 1))
+
+    def collect(self, layer, args, output=None):
+        # From the model, since a hook of a copy refers to the original.
+        CURRENT[0].collected.append(args[0] if output is None else output)
+
+    def __call__(self, x):
+        CURRENT[:] = [self]
+        return super().__call__(x)
+
+
+CURRENT = []
+
+
+def test_hooks_that_the_first_run_registers(clock):
+    model, x = mostly_zero(Collecting()), torch.randn(5, 8)
+    deployed = deploy(model, x, choose="sparse")
+    assert deployed.report.chosen == "sparse"
+    assert_same(deployed, model, x)
+    assert len(deployed.collected) == len(model.collected) == 2

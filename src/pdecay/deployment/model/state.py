@@ -117,10 +117,18 @@ def keeping_attributes(*models: nn.Module, skip: type[nn.Module]) -> Iterator[No
     """Restore the attributes of all modules on exit, because runs of a model may change them.
 
     A model may remember its first input, for example. The models run with copies of their
-    attributes. Parameters, buffers, hooks, replaced forwards and modules of the type `skip` stay.
+    attributes. Parameters, buffers, replaced forwards and modules of the type `skip` stay. Hooks
+    that a run registers are removed: the attribute that says so is, too, and the next run would
+    register them again.
     """
     others = vars(nn.Module()).keys() | {"forward"}
     modules = [module for model in models for module in model.modules()]
+    hooks = [
+        (one, copy.copy(one))
+        for module in modules
+        for name, one in vars(module).items()
+        if name in others and "_hooks" in name
+    ]
     kept = [
         (vars(module), {name: one for name, one in vars(module).items() if name not in others})
         for module in modules
@@ -135,6 +143,9 @@ def keeping_attributes(*models: nn.Module, skip: type[nn.Module]) -> Iterator[No
                     attributes[name] = copy.deepcopy(value, memo)
         yield
     finally:
+        for one, before in hooks:  # in place, since the handles that remove hooks refer to it
+            one.clear()
+            one.update(before)
         for attributes, values in kept:
             for name in attributes.keys() - values.keys() - others:
                 del attributes[name]
