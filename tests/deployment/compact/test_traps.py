@@ -47,6 +47,17 @@ def test_filter_taps_outside_the_example_image_count():
     assert smaller[0].out_channels == 4
 
 
+def test_constant_that_an_average_of_padding_makes_smaller():
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, padding=1), nn.AvgPool2d(3, 2, 1), nn.BatchNorm2d(4)),
+        *(nn.ReLU(), nn.Conv2d(4, 2, 1)),
+    )
+    # The averages of the constant 1 are 4 / 9, 6 / 9 and 1. For an image of one pixel it is 1 / 9.
+    model[0].weight.data[0], model[0].bias.data[0] = 0, 1
+    model[2].weight.data[0], model[2].bias.data[0] = -1, 0.3
+    compacted(model, torch.randn(2, 3, 12, 12), also=[(torch.randn(2, 3, 1, 1),)])
+
+
 def test_position_embeddings_beyond_the_example_are_kept():
     layers = {"positions": nn.Parameter(torch.randn(1, 9, 6)), "head": nn.Linear(6, 2)}
     model = Model(lambda self, x: self.head(x + self.positions[:, : x.shape[1]]), **layers)

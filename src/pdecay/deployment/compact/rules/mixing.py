@@ -279,7 +279,7 @@ def _follows_size(call: Call, axes: list[int], resizes: bool = False) -> Tensor 
     value = call.ins[0]
     if (value.static and not resizes) or not axes or not value.tensor.numel():
         return False
-    if call.name in _GROWING:
+    if call.name in _GROWING or _averages_padding(call):
         return _any_over(value.nonzero, axes)
     if call.name in _SHARING:
         return True
@@ -288,6 +288,16 @@ def _follows_size(call: Call, axes: list[int], resizes: bool = False) -> Tensor 
         first = first.narrow(axis, 0, 1)
     rounding = 8 * torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0
     return ~value.tensor.isclose(first, rtol=rounding, atol=0.0).all(axes, keepdim=True)
+
+
+def _averages_padding(call: Call) -> bool:
+    """Return whether averages at the border contain zeros that the operation adds there.
+
+    The share of these zeros in an average depends on the size of the image.
+    """
+    if not call.name.startswith("avg_pool") or _argument(call, "count_include_pad") is False:
+        return False
+    return any(_argument(call, "padding") or ())
 
 
 def _last(call: Call, count: int) -> set[int]:
