@@ -392,3 +392,11 @@ def test_unsafe_forwards_are_not_fused(kind):
     assert model.forward == before
     assert vars(model) == state
     assert not any(one.relu for one in model.modules() if isinstance(one, SparseLayer))
+
+
+def test_fused_model_can_be_exported():
+    model, x = Functions().eval(), torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    assert fuse(model, counts(model))
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), expected, rtol=1e-4, atol=1e-5)

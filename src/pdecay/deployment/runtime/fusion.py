@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import inspect
 import operator
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,6 +90,11 @@ class _Forward:
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.traced.forward)
+
+    @property
+    def __code__(self) -> types.CodeType:  # which torch.export reads
+        code: types.CodeType = type(self.traced).forward.__code__
+        return code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for argument in (*args, *kwargs.values()):
