@@ -360,6 +360,13 @@ def test_target_checks_its_arguments(arguments):
         pk.SparsityTarget(**arguments)
 
 
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="Keras waits for all callbacks there")
+def test_target_outside_a_list_is_an_error(digits):
+    model = compiled(pk.PAdam(0.01))
+    with pytest.raises(TypeError, match=r"pass callbacks=\[SparsityTarget"):
+        model.fit(*digits, epochs=2, verbose=0, callbacks=pk.SparsityTarget(0.9))
+
+
 def test_logger_rejects_optimizers_without_decay():
     callback = pk.SparsityLogger()
     callback.set_model(compiled(keras.optimizers.SGD()))

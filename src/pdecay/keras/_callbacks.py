@@ -15,6 +15,7 @@ keeps its result in ``decay_scale``, and Keras saves both with the model.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from typing import Any
 
@@ -105,9 +106,11 @@ class SparsityTarget(SparsityLogger):
         self._first = self._step = 0  # of this call of `fit`, and now
         self._is_new = False  # whether this call of `fit` has not begun an epoch
         self._before: Probes | None = None  # weights before the step
+        self._thread = 0  # that trains
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Place the ramp and switch the decay off until it starts."""
+        self._thread = threading.get_ident()
         optimizer = self._optimizer()
         total = self.total_steps or self._steps_of_fit(optimizer)
         self._begin, self._end, self._every = ramp_steps(self.start, self.end, total)
@@ -142,6 +145,11 @@ class SparsityTarget(SparsityLogger):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Zero the weights whose turn it is, and set the scale of the next steps."""
+        if threading.get_ident() != self._thread:
+            raise TypeError(
+                "pass callbacks=[SparsityTarget(...)] to fit, a list: Keras calls other callbacks "
+                "while the next step changes the weights"
+            )
         if self._step >= self._end:
             return
         optimizer = self._optimizer()
