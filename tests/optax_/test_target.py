@@ -119,6 +119,17 @@ def test_needs_an_optimizer(tx):
         with_sparsity_target(tx, 0.5, 10)
 
 
+def test_steps_without_jit_compile_once(caplog):
+    tx = with_sparsity_target(optax.sgd(0.01), 0.9, 10)
+    params = first_params()
+    state = tx.init(params)
+    for _ in range(3):
+        caplog.clear()
+        with jax.log_compiles():
+            _, state = tx.update(params, state, params)
+    assert "Compiling" not in caplog.text
+
+
 def test_needs_params():
     tx = sparsity_target(0.5, 10)
     params = first_params()

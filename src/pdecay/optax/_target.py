@@ -156,6 +156,13 @@ def _pruning(
         **_: Any,
     ) -> tuple[Tree, SparsityTargetState]:
         check_params(params, "sparsity_target")
+        result: tuple[Tree, SparsityTargetState] = pruned(updates, state, params, gradients)
+        return result
+
+    @jax.jit  # for callers without jit, for whom JAX would compile `cond` at each step
+    def pruned(
+        updates: Tree, state: SparsityTargetState, params: Tree, gradients: Tree
+    ) -> tuple[Tree, SparsityTargetState]:
         step = optax.safe_increment(state.count)
         stage = jnp.minimum(jnp.searchsorted(jnp.array(steps), step), len(steps) - 1)
         weights, structure = jax.tree.flatten(params)
@@ -194,10 +201,10 @@ def _pruning(
         def keep() -> list[jax.Array]:
             return [jnp.zeros(w.shape, bool) for w in weights]
 
-        pruned = jax.lax.cond(step == jnp.array(steps)[stage], prune, keep)
+        lowest = jax.lax.cond(step == jnp.array(steps)[stage], prune, keep)
         new = [
             jnp.where(chosen | zero, -w.astype(u.dtype), u)
-            for chosen, zero, w, u in zip(pruned, held, weights, moves, strict=True)
+            for chosen, zero, w, u in zip(lowest, held, weights, moves, strict=True)
         ]
         state = SparsityTargetState(step, state.takes_part, squares)
         return jax.tree.unflatten(structure, new), state
