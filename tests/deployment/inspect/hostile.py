@@ -115,6 +115,27 @@ def _copied(function: str, argument: bytes, times: int) -> Raw:
     return Raw(MARK + argument + put(1) + call * times + TUPLE)
 
 
+def _called(function: str, *arguments: Any, times: int) -> Raw:
+    """Many calls with the same arguments, of five bytes each."""
+    start = name(function) + put(1) + code(arguments) + put(2)
+    return Raw(MARK + start + (bytes(get(1)) + get(2) + REDUCE) * times + TUPLE)
+
+
+def named(value: Any, times: int) -> Raw:
+    """A dict with one object under many names."""
+    names = b"".join(code(f"{k:x}") + get(1) for k in range(times))
+    return Raw(EMPTY_DICT + MARK + code("first") + code(value) + put(1) + names + pickle.SETITEMS)
+
+
+DEEP_TUPLE = Raw(b")" + pickle.TUPLE1 * DEEP)
+# Its hash and its repr visit 2**60 elements.
+SHARED_TUPLE = Raw(b"K\x01" + (put(3) + get(3) + pickle.TUPLE2) * 60)
+EMPTY = tensor(FLOATS, (0,), (1,))
+META = Call(
+    *("torch._utils._rebuild_meta_tensor_no_storage", name("torch.float32")),
+    *((2**40,), (1,), False),
+)
+
 CRAFTED: dict[str, Any] = {
     # Out of bounds
     "scales changed after the quantizer was made": quantized(
@@ -165,7 +186,26 @@ CRAFTED: dict[str, Any] = {
     "empty tensor on a device": Call(
         "torch._utils._rebuild_meta_tensor_no_storage", name("torch.float32"), (2**62,), (1,), False
     ),
+    "wide shape": tensor(FLOATS, Raw(code(WIDE[1])), (1,)),
+    "wide strides": tensor(FLOATS, (1,), Raw(code(WIDE[1]))),
+    "wide size": Call("torch.Size", WIDE[1]),
+    "wide quantizer": Call("torch._utils._rebuild_qtensor", BYTES, 0, (4,), (1,), WIDE[1]),
+    "wide storage": Raw(code(WIDE[1]) + pickle.BINPERSID),
+    "wide pair": Call("collections.OrderedDict", [WIDE[1]]),
+    "wide arguments": Call(
+        *("torch._tensor._rebuild_from_type_v2", name("torch.Size"), name("torch.Tensor")),
+        *(WIDE[1], {}),
+    ),
+    "many sets": Raw(MARK + pickle.EMPTY_SET * 10**6 + TUPLE),
+    "many tensors": _called(EMPTY.name, *EMPTY.arguments, times=10**5),
+    "many tensors without memory": _called(META.name, *META.arguments, times=10**5),
     # Time, and the stack of C
+    "deep count": Call("collections.Counter", [(DEEP_TUPLE, 0)]),
+    "deep layout": Call("torch.serialization._get_layout", DEEP_TUPLE),
+    "deep dtype": Call("torch._utils._rebuild_tensor", FLOATS, 0, (1,), (1,), DEEP_TUPLE),
+    "shared layout": Call("torch.serialization._get_layout", SHARED_TUPLE),
+    "shared encoding": Call("_codecs.encode", "a", SHARED_TUPLE),
+    "scales without memory": quantized(META, META),
     "colliding numbers": Call("builtins.set", _colliding()),
     "colliding keys": Raw(
         EMPTY_DICT + b"".join(code(one) + pickle.NONE + SETITEM for one in _colliding())

@@ -18,7 +18,17 @@ from pdecay.deployment.inspect import inspect
 from pdecay.deployment.inspect.sources import read_loadable_state
 from pdecay.deployment.inspect.torch_files import read_torch_file
 
-from .hostile import CRAFTED, Call, Storage, tensor, write_state
+from .hostile import (
+    CRAFTED,
+    DEEP_TUPLE,
+    STOP,
+    Call,
+    Storage,
+    code,
+    name,
+    tensor,
+    write_state,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
@@ -183,6 +193,40 @@ def test_lazy_bits_of_any_dtype(tmp_path, kind):
         assert inspect(tmp_path / "w.pt").layers[0].size == 4
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e8m0fnu", "bfloat16"])
+def test_lazy_bits_of_newer_dtypes(tmp_path, dtype):
+    rest = 0, (4,), (1,), False, None, name(f"torch.{dtype}"), {"neg": True}
+    call = Call("torch._utils._rebuild_tensor_v3", Storage("Untyped", "0", 128), *rest)
+    write_state({"w": call}, tmp_path / "w.pt")
+    assert inspect(tmp_path / "w.pt").layers[0].size == 4
+
+
+def test_names_do_not_import_modules_and_have_no_control_codes(tmp_path):
+    function = "torch._utils._rebuild_meta_tensor_no_storage"
+    write_state({"w": Call(function, name("torch._inductor"), (1,), (1,), False)}, tmp_path / "w")
+    code = (
+        "import sys, pdecay.deployment.inspect.torch_files as room\n"
+        "try:\n    room.read_torch_file(sys.argv[1])\n"
+        "except ValueError as error:\n    print(error, 'torch._inductor' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "w")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "found torch._inductor instead of a dtype False\n"
+    write_state({"w": Call("os.\x1b[2J")}, tmp_path / "w")
+    with pytest.raises(FileFormatError, match="a name has control characters"):
+        inspect(tmp_path / "w")
+
+
+def test_keys_of_old_files_are_checked(tmp_path):
+    system = {"little_endian": True}
+    parts = 0x1950A86A20F9469CFC6C, 1001, system, {}, [DEEP_TUPLE]
+    data = b"".join(b"\x80\x02" + code(part) + STOP for part in parts)
+    (tmp_path / "w.pt").write_bytes(data)
+    command = [sys.executable, "-m", "pdecay", "inspect", str(tmp_path / "w.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "found a tuple instead of a str" in done.stderr
+
+
 def test_dtypes_beside_tensors_are_ignored(tmp_path):
     torch.save({"w": torch.ones(2), "dtype": torch.float16}, tmp_path / "w.pt")
     assert len(inspect(tmp_path / "w.pt").layers) == 1
@@ -207,9 +251,9 @@ def test_crafted_files_are_refused_in_little_memory(tmp_path):
     command = [sys.executable, "-c", code, *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
-    for name, line in itertools.zip_longest(CRAFTED, lines):
-        assert line.startswith("read: refused: "), (name, line, done.stderr)
-        assert "MemoryError" not in line, (name, line)
+    for case, line in itertools.zip_longest(CRAFTED, lines):
+        assert line.startswith("read: refused: "), (case, line, done.stderr)
+        assert "MemoryError" not in line, (case, line)
     assert done.returncode == 0
 
 

@@ -16,6 +16,7 @@ import pickletools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, BinaryIO
 
 _ARGUMENTS = {"BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1", "BINUNICODE", "SHORT_BINSTRING"}
@@ -24,7 +25,6 @@ _EMPTY: dict[str, Callable[[], object]] = {
     "EMPTY_TUPLE": tuple,
     "EMPTY_LIST": list,
     "EMPTY_DICT": dict,
-    "EMPTY_SET": set,
 }
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _READS, _WRITES = {"BINGET", "LONG_BINGET"}, {"BINPUT", "LONG_BINPUT"}
@@ -83,27 +83,32 @@ def read_pickle(
             stack.append(tuple(items))
         elif name in ("APPEND", "APPENDS"):
             items, stack = ([stack.pop()], stack) if name == "APPEND" else (stack, marked.pop())
-            _expect(stack[-1], list).extend(items)
+            expect(stack[-1], list).extend(items)
         elif name in ("SETITEM", "SETITEMS"):
             last = [stack.pop(), stack.pop()][::-1] if name == "SETITEM" else []
             items, stack = (last, stack) if last else (stack, marked.pop())
             check_keys(items[::2])
-            _expect(stack[-1], dict).update(zip(items[::2], items[1::2], strict=True))
+            expect(stack[-1], dict).update(zip(items[::2], items[1::2], strict=True))
         elif name == "GLOBAL":
+            if not str(argument).isprintable():
+                raise PickleError("a name has control characters")
             stack.append(Name(str(argument).replace(" ", ".", 1)))
         elif name in ("REDUCE", "NEWOBJ"):
             arguments, function = stack.pop(), stack.pop()
-            stack.append(call(_expect(function, Name).text, _expect(arguments, tuple)))
+            stack.append(call(expect(function, Name).text, expect(arguments, tuple)))
         elif name == "BUILD":  # an OrderedDict stores the versions of modules as an attribute
-            state = _expect(stack.pop(), dict)
+            state = expect(stack.pop(), dict)
             if "_metadata" in state:
-                _expect(stack[-1], OrderedDict)._metadata = state["_metadata"]
+                expect(stack[-1], OrderedDict)._metadata = state["_metadata"]
         elif name == "BINPERSID":
             stack.append(find_storage(stack.pop()))
         elif name == "STOP":
             return stack.pop()
         elif name != "PROTO":
-            raise PickleError(f"the pickle has the instruction {name}, which torch.save never uses")
+            raise PickleError(
+                f"the pickle has the instruction {name}, which torch.save uses with another "
+                "pickle_protocol than 2, if at all"
+            )
     raise PickleError("the pickle is truncated")
 
 
@@ -117,7 +122,13 @@ def check_keys(keys: Iterable[object]) -> None:
             )
 
 
-def _expect(value: Any, kind: type) -> Any:
+def expect(value: Any, kind: type | UnionType) -> Any:
+    """Return the value; raise unless it is of the kind.
+
+    Check each argument of a file before it is iterated, hashed or formatted: a few bytes make a
+    tensor of 2**40 elements, and a tuple whose hash overflows the stack.
+    """
     if not isinstance(value, kind):
-        raise PickleError(f"found a {type(value).__name__} instead of a {kind.__name__}")
+        wanted = kind.__name__ if isinstance(kind, type) else str(kind)
+        raise PickleError(f"found a {type(value).__name__} instead of a {wanted}")
     return value

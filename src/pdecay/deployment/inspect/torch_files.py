@@ -27,7 +27,7 @@ from torch import Tensor
 from pdecay.deployment.files.container import MAX_DIMENSIONS
 from pdecay.deployment.files.dtypes import BY_TORCH
 from pdecay.deployment.files.table import EXPANSION
-from pdecay.deployment.inspect.pickles import Name, PickleError, check_keys, read_pickle
+from pdecay.deployment.inspect.pickles import Name, PickleError, check_keys, expect, read_pickle
 
 # The first bytes of the files. Two bytes are too few: a safetensors file starts with the length of
 # its header, which may be 0x280.
@@ -36,6 +36,7 @@ _OLD_MAGIC, _OLD_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _LOCAL_HEADER = struct.Struct("<4s22x2H")  # of a zip entry; the lengths of its name and extra data
 _ALIGNMENT = 16  # bytes; the largest element
 _SPARSE_BYTES, _QUANTIZED_BYTES = 40, 28  # of memory for an element, while it is counted
+_TENSOR_BYTES = 1000  # of memory for a tensor, without its elements
 
 _INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 _STORAGES = {
@@ -148,8 +149,8 @@ def _read_old(file: BinaryIO, contents: mmap.mmap) -> Any:
     skim()
     keys = skim()
     places, at = {}, file.tell()
-    for key in keys:
-        count, itemsize = sizes[key]
+    for key in expect(keys, list):
+        count, itemsize = sizes[expect(key, str)]
         if int.from_bytes(contents[at : at + 8], "little") != count:
             raise PickleError(f"storage {key!r} has another size than its tensors expect")
         places[key] = at + 8, count * itemsize
@@ -160,7 +161,7 @@ def _read_old(file: BinaryIO, contents: mmap.mmap) -> Any:
 
 def _storage_of(given: Any) -> tuple[str, torch.dtype, int]:
     """Return the key, dtype and size of the storage with a persistent id."""
-    kind, named, key, _, count, *view = given
+    kind, named, key, _, count, *view = expect(given, tuple)
     if kind != "storage" or view not in ([], [None]) or type(key) is not str:
         raise PickleError("contains an object that is stored in another way than tensors are")
     _check_integers(count)
@@ -183,7 +184,7 @@ class _Contents:
             "collections.Counter": self._counter,
             "torch.Size": self._size,
             "torch.device": lambda *where: where,
-            "torch.serialization._get_layout": _LAYOUTS.__getitem__,
+            "torch.serialization._get_layout": lambda name: _LAYOUTS[expect(name, str)],
             "_codecs.encode": self._bytes,
             "builtins.set": self._set,
             "builtins.complex": complex,
@@ -224,26 +225,26 @@ class _Contents:
     # Plain data
 
     def _size(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        self._take(8 * len(sizes))
+        self._take(8 * len(expect(sizes, list | tuple)))
         return tuple(sizes)
 
     def _bytes(self, text: str, encoding: str) -> bytes:
-        if encoding != "latin1":
+        if expect(encoding, str) != "latin1":
             raise PickleError(f"contains bytes in the encoding {encoding!r}")
-        self._take(len(text))
+        self._take(len(expect(text, str)))
         return text.encode(encoding)
 
     def _ordered_dict(self, items: Sequence[Sequence[Any]] = ()) -> OrderedDict[Any, Any]:
-        self._take(64 * len(items))
-        check_keys(key for key, _ in items)
+        self._take(64 * len(expect(items, list | tuple)))
+        check_keys(key for key, _ in (expect(item, list | tuple) for item in items))
         return OrderedDict((key, value) for key, value in items)
 
     def _counter(self, counts: dict[Any, Any]) -> dict[Any, Any]:
-        self._take(64 * len(counts))
+        self._take(64 * len(expect(counts, dict)))
         return dict(counts)
 
     def _set(self, elements: list[Any]) -> set[Any]:
-        self._take(64 * len(elements))
+        self._take(64 * len(expect(elements, list)))
         check_keys(elements)
         return set(elements)
 
@@ -272,13 +273,12 @@ class _Contents:
         stride: Sequence[int],
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        if not isinstance(storage, _Storage):
-            raise PickleError(f"found a {type(storage).__name__} instead of a storage")
-        dtype = dtype or storage.dtype
-        if dtype not in BY_TORCH:
+        self._take(_TENSOR_BYTES)
+        dtype = dtype or expect(storage, _Storage).dtype
+        if expect(dtype, torch.dtype) not in BY_TORCH:
             raise PickleError(f"contains a tensor of dtype {dtype}, which cannot be read")
         _check_shape(size)
-        _check_integers(offset, *stride)
+        _check_integers(offset, *expect(stride, list | tuple))
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         typed = storage.data[: len(storage.data) // dtype.itemsize * dtype.itemsize].view(dtype)
         if math.prod(size) and last >= len(typed):
@@ -301,7 +301,7 @@ class _Contents:
         tensor = self._tensor(storage, offset, size, stride, dtype)
         if lazy and lazy.get("conj"):
             tensor = tensor.conj()
-        negative = lazy and lazy.get("neg") and (dtype or storage.dtype).is_floating_point
+        negative = lazy and lazy.get("neg") and tensor.is_floating_point() and tensor.itemsize > 1
         return torch._neg_view(tensor) if negative else tensor
 
     def _tensor_v3(
@@ -323,19 +323,21 @@ class _Contents:
     ) -> object:
         if kind.text not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
             raise PickleError(f"contains a {kind.text}, expected plain tensors")
-        return self._call(function.text, arguments)
+        return self._call(function.text, expect(arguments, tuple))
 
     def _meta_tensor(self, dtype: Name, size: Sequence[int], *_: object) -> Tensor:
+        self._take(_TENSOR_BYTES)
         _check_shape(size)
         return torch.empty(tuple(size), dtype=_dtype_of(dtype), device="meta")
 
     def _sparse_tensor(self, layout: torch.layout, data: tuple[Any, ...]) -> Tensor:
-        *parts, size = data[:3] if layout == torch.sparse_coo else data[:4]
-        if not all(type(part) is Tensor and part.layout == torch.strided for part in parts):
+        *parts, size = expect(data, tuple)[: 3 if layout == torch.sparse_coo else 4]
+        if not all(map(_is_dense, parts)):
             raise PickleError("a sparse tensor consists of something else than dense tensors")
         _check_shape(size)
         # There may be any number of values that have no elements.
-        self._take(sum(_SPARSE_BYTES * (part.numel() + sum(part.shape[:2])) for part in parts))
+        elements = sum(part.numel() + sum(part.shape[:2]) for part in parts)
+        self._take(_TENSOR_BYTES + _SPARSE_BYTES * elements)
         if layout == torch.sparse_coo:
             indices, values = parts
             return torch.sparse_coo_tensor(indices, values, tuple(size), check_invariants=True)
@@ -357,22 +359,27 @@ class _Contents:
             raise PickleError("a quantized tensor is damaged: its storage has other numbers")
         integers = self._tensor(storage, offset, size, stride, _INTEGERS[storage.dtype])
         self._take(_QUANTIZED_BYTES * integers.numel())
-        kind, scale, zero, *axis = quantizer
+        kind, scale, zero, *axis = expect(quantizer, tuple)
         if kind.text == "torch.per_tensor_affine":
             return (integers.double() - int(zero)).mul_(float(scale)).float()
         if kind.text != "torch.per_channel_affine":
             raise PickleError(f"contains a tensor quantized as {kind.text}")
         _check_integers(*axis)
         count = size[axis[0]]
-        if not all(type(one) is Tensor and one.shape == (count,) for one in (scale, zero)):
+        if not all(_is_dense(one) and one.shape == (count,) for one in (scale, zero)):
             raise PickleError("a quantized tensor is damaged: its scales do not fit its shape")
         rows = integers.double().movedim(axis[0], -1)
         return rows.sub(zero).mul(scale).movedim(-1, axis[0]).float()
 
 
+def _is_dense(value: object) -> bool:
+    return type(value) is Tensor and value.layout == torch.strided and not value.is_meta
+
+
 def _dtype_of(name: Name) -> torch.dtype:
     module, _, own = name.text.partition(".")
-    dtype = getattr(torch, own, None) if module == "torch" else None
+    # getattr(torch, ...) imports modules.
+    dtype = vars(torch).get(own) if module == "torch" else None
     if not isinstance(dtype, torch.dtype):
         raise PickleError(f"found {name.text} instead of a dtype")
     return dtype
@@ -384,6 +391,6 @@ def _check_integers(*numbers: object) -> None:
 
 
 def _check_shape(size: Sequence[int]) -> None:
-    _check_integers(*size)
+    _check_integers(*expect(size, list | tuple))
     if len(size) > MAX_DIMENSIONS or math.prod(size) >= 2**63:
         raise PickleError(f"a tensor has the shape {list(size)[:9]}, which is not possible")
