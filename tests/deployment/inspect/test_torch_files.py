@@ -21,11 +21,13 @@ from pdecay.deployment.inspect.torch_files import read_torch_file
 from .hostile import (
     CRAFTED,
     DEEP_TUPLE,
+    EMPTY,
     STOP,
     Call,
     Storage,
     code,
     name,
+    named,
     tensor,
     write_state,
 )
@@ -201,6 +203,16 @@ def test_lazy_bits_of_newer_dtypes(tmp_path, dtype):
     assert inspect(tmp_path / "w.pt").layers[0].size == 4
 
 
+def test_sparse_tensors_that_torch_does_not_sort_are_refused(tmp_path):
+    indices, values = torch.tensor([[0, 2]]), torch.ones(2, dtype=torch.uint16)
+    torch.save(
+        {"w": torch.sparse_coo_tensor(indices, values, (4,), check_invariants=True)},
+        tmp_path / "w.pt",
+    )
+    with pytest.raises(FileFormatError, match=r"'w' cannot be counted .*not implemented"):
+        inspect(tmp_path / "w.pt")
+
+
 def test_names_do_not_import_modules_and_have_no_control_codes(tmp_path):
     function = "torch._utils._rebuild_meta_tensor_no_storage"
     write_state({"w": Call(function, name("torch._inductor"), (1,), (1,), False)}, tmp_path / "w")
@@ -215,6 +227,18 @@ def test_names_do_not_import_modules_and_have_no_control_codes(tmp_path):
     write_state({"w": Call("os.\x1b[2J")}, tmp_path / "w")
     with pytest.raises(FileFormatError, match="a name has control characters"):
         inspect(tmp_path / "w")
+
+
+def test_files_of_many_names_are_refused(tmp_path):
+    write_state(named(EMPTY, 10**5), tmp_path / "w.pt")  # type: ignore[arg-type]
+    with pytest.raises(FileFormatError, match=r"the tensors take .* bytes, more than"):
+        inspect(tmp_path / "w.pt")
+
+
+def test_views_of_one_memory_are_counted(tmp_path):
+    flat = torch.ones(2000)
+    torch.save({f"{k}": flat[k] for k in range(2000)}, tmp_path / "w.pt")
+    assert len(inspect(tmp_path / "w.pt").layers) == 2000
 
 
 def test_keys_of_old_files_are_checked(tmp_path):

@@ -32,6 +32,7 @@ from pdecay.deployment.inspect.torch_files import is_torch_file, read_torch_file
 
 # Usual keys of the model's state dict in a checkpoint.
 _USUAL_KEYS = ("state_dict", "model_state_dict", "model", "module")
+_LAYER_BYTES = 1000  # of memory for a name and its counts
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")  # terminal codes in torch's error messages
 
 
@@ -153,11 +154,14 @@ def _read(path: str | os.PathLike[str]) -> Any:
     except PickleError as error:
         raise FileFormatError(str(error)) from None
     except Exception as error:  # a damaged file can raise any error
-        reason = _COLORS.sub("", str(error)).split("\n")[0][:200]
         raise FileFormatError(
-            f"cannot be read ({type(error).__name__}: {reason}); expected a file written by "
-            "torch.save(model.state_dict(), path)"
+            f"cannot be read ({type(error).__name__}: {_reason(error)}); expected a file "
+            "written by torch.save(model.state_dict(), path)"
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    return _COLORS.sub("", str(error)).split("\n")[0][:200]
 
 
 def _tensors(mapping: Mapping[Any, object]) -> dict[str, Tensor]:
@@ -176,10 +180,10 @@ def _torch_weights(state: Mapping[str, Tensor], limit: int) -> WeightFile:
             sources.append(_tensor_source(name, tensor))
         else:
             ties[name] = first
-    needed = sum(source.row.stored_nbytes for source in sources)
+    needed = sum(source.row.stored_nbytes + _LAYER_BYTES for source in sources)
     if needed > limit:
         raise FileFormatError(
-            f"the tensors have {needed:,} bytes, more than {limit:,}, {EXPANSION} times the file's "
+            f"the tensors take {needed:,} bytes, more than {limit:,}, {EXPANSION} times the file's "
             "size: their elements share memory; save contiguous tensors"
         )
     return WeightFile("torch.save file", {}, sources, ties)
@@ -197,9 +201,20 @@ def _tensor_source(name: str, tensor: Tensor) -> Source:
         # The size of the indices, at most: one number of 8 bytes per element and dimension.
         encoding = Encoding("coo", size, stored, unary_bytes=8 * len(shape) * stored)
         row = Row(name, BY_TORCH[tensor.dtype], shape, encoding)
-        return Source(row, partial(_sparse_blocks, tensor))
+        return Source(row, partial(_readable, name, _sparse_blocks, tensor))
     row = Row(name, BY_TORCH[tensor.dtype], shape, Encoding("dense", size, size))
-    return Source(row, partial(_dense_blocks, tensor))
+    return Source(row, partial(_readable, name, _dense_blocks, tensor))
+
+
+def _readable(
+    name: str, blocks: Callable[[Tensor], Iterator[Block]], tensor: Tensor
+) -> Iterator[Block]:
+    try:
+        yield from blocks(tensor)
+    except Exception as error:  # torch does not read every dtype in every layout
+        raise FileFormatError(
+            f"{short_repr(name)} cannot be counted ({type(error).__name__}: {_reason(error)})"
+        ) from None
 
 
 def _dense_blocks(tensor: Tensor) -> Iterator[Block]:
