@@ -226,6 +226,20 @@ def test_headers_in_the_current_folder_are_not_used(tmp_path, monkeypatch):
     assert run(LOAD, tmp_path / "cache", CPATH=":/usr/local/include") == "loaded"
 
 
+@pytest.mark.parametrize("variable", ["PATH", "CPATH", "LD_RUN_PATH"])
+def test_relative_search_paths_are_not_used(tmp_path, variable):
+    """Seen from the compiler's folder, they may lead to the files of another user."""
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    (cache / "math.h").write_text("#error foreign header")
+    (cache / "as").write_text("#!/bin/sh\nexit 1\n")
+    (cache / "as").chmod(0o755)
+    absolute = os.environ["PATH"]  # where the programs of the compiler are
+    assert run(LOAD, cache, **{variable: f"../..:{absolute}"}) == "loaded"
+    (library,) = libraries(cache)
+    assert b"../.." not in library.read_bytes()
+
+
 @pytest.mark.parametrize("name", [None, "gcc"])
 def test_compiler_in_the_current_folder_is_not_used(tmp_path, monkeypatch, name):
     """Other users may have put it there: an empty part of PATH is the current folder."""

@@ -27,7 +27,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pdecay._native.private_folders import OTHERS_WRITE, are_safe, is_private, read_proc
@@ -77,6 +77,11 @@ PREFETCH = (
 # ccache before 4.3 and sccache do not distinguish processors with -march=native. With a home folder
 # that machines share, they would return code whose instructions this processor may not have.
 NO_COMPILER_CACHE = {"CCACHE_DISABLE": "1", "SCCACHE_RECACHE": "1"}
+# The variables in which the compiler and its programs find files, and those put into the library.
+SEARCH_PATHS = (
+    *("PATH", "COMPILER_PATH", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH"),
+    *("LD_LIBRARY_PATH", "LD_RUN_PATH"),
+)
 
 
 class KernelUnavailable(RuntimeError):  # noqa: N818 (a state of this machine, not a mistake)
@@ -242,14 +247,14 @@ def _tunings() -> list[tuple[str, ...]]:
 def _run(command: list[str], folder: str) -> None:
     """Run the compiler in `folder`, which must be private, with its temporary files.
 
-    With an empty part, such as that of `CPATH=:/opt/include`, the variables of the compiler name
-    the current folder. Other users may have put headers or libraries there.
+    The current folder is for options such as `-I.`: the one of the process may belong to others.
     """
+    settings = {**NO_COMPILER_CACHE, "TMPDIR": folder, "LC_ALL": "C"}  # in English
     try:
         done = subprocess.run(
             command,
             cwd=folder,
-            env={**os.environ, **NO_COMPILER_CACHE, "TMPDIR": folder, "LC_ALL": "C"},  # in English
+            env=_without_relative_parts(os.environ) | settings,
             stdin=subprocess.DEVNULL,  # a wrapper of the compiler must not read the user's input
             capture_output=True,
             encoding="utf-8",
@@ -265,6 +270,20 @@ def _run(command: list[str], folder: str) -> None:
         raise KernelUnavailable(f"{command[0]}: {_one_line(telling)}")
 
 
+def _without_relative_parts(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables without the relative parts of `SEARCH_PATHS`.
+
+    Other users may have put files there: `CPATH=:/opt/include` names the current folder, and
+    `CPATH=../../include` is below /tmp for a compiler that runs in a temporary folder.
+    """
+    result = dict(variables)
+    for name in result.keys() & SEARCH_PATHS:
+        parts = filter(os.path.isabs, result.pop(name).split(os.pathsep))
+        if kept := os.pathsep.join(parts):  # an empty LIBRARY_PATH is the current folder
+            result[name] = kept
+    return result
+
+
 def _one_line(text: str) -> str:
     return " ".join(text.split())[:300]
 
@@ -277,8 +296,7 @@ def _compiler() -> list[str]:
     if not hasattr(os, "getuid"):
         raise KernelUnavailable("kernels need a POSIX system")
     given = _words_of("CC")
-    parts = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    places = os.pathsep.join(filter(os.path.isabs, parts))
+    places = _without_relative_parts({"PATH": os.defpath, **os.environ}).get("PATH", "")
     for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
         path = shutil.which(command[0], path=places)
         if path:
