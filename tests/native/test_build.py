@@ -1,6 +1,7 @@
 """Tests of the kernel build: compilers, failures, and side effects on the process."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -255,6 +256,20 @@ def test_compiler_in_the_current_folder_is_not_used(tmp_path, monkeypatch, name)
     monkeypatch.setenv("PATH", "/nowhere:")
     with pytest.raises(build.KernelUnavailable, match="no C compiler"):
         build._compiler()
+
+
+def test_processor_without_proc_runs_no_program(monkeypatch):
+    """A program `uname` in the current folder may be another user's."""
+
+    def fail(*args, **kwargs):
+        raise OSError
+
+    calls = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: calls.append(args) or fail())
+    monkeypatch.setattr(Path, "read_text", fail)
+    monkeypatch.setattr(platform, "_uname_cache", None)
+    assert build._processor() == ""
+    assert not calls
 
 
 def test_compiler_by_a_relative_path(tmp_path, monkeypatch):

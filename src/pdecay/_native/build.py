@@ -351,7 +351,7 @@ def _processor() -> str:
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return platform.processor()
+        return ""  # platform.processor() would run a program, perhaps one of the current folder
     first = info.split("\n\n", 1)[0]
     wanted = ("model name", "flags", "features", "cpu part", "cpu variant", "isa", "cpu")
     lines = (line.partition(":") for line in first.splitlines())
