@@ -256,6 +256,15 @@ def test_fuse_file_system_of_another_user_is_not_used(small_file_system, monkeyp
     assert private_folders.is_private(small_file_system) == used
 
 
+def test_file_system_mounted_without_a_source_is_used(small_file_system, monkeypatch):
+    """A program may mount with an empty source: mountinfo then has nothing between two spaces."""
+    read = private_folders.read_proc
+    monkeypatch.setattr(
+        private_folders, "read_proc", lambda name: read(name).replace("- tmpfs tmpfs ", "- tmpfs  ")
+    )
+    assert private_folders.is_private(small_file_system)
+
+
 def test_full_or_noexec_cache_compiles_once_in_a_temporary_folder(small_file_system, tmp_path):
     assert not build._runs_code(small_file_system)  # too small
     subprocess.run(["mount", "-o", "remount,size=99m", str(small_file_system)], check=True)

@@ -74,7 +74,7 @@ def _mount_of(handle: int) -> str | None:
 
 def _provider_of(mount: str) -> int | None:
     """Return the user who provides a mount; None if it is not mounted any more."""
-    found = re.search(rf"^{mount} .* - (\S+) \S+ (\S+)$", read_proc("mountinfo"), re.MULTILINE)
+    found = re.search(rf"^{mount} .* - (\S+) \S* (\S+)$", read_proc("mountinfo"), re.MULTILINE)
     if found is None:
         return None
     if not found[1].startswith("fuse"):
