@@ -265,6 +265,17 @@ def test_file_system_mounted_without_a_source_is_used(small_file_system, monkeyp
     assert private_folders.is_private(small_file_system)
 
 
+def test_mount_of_another_user_does_not_pass_for_the_one_of_the_cache(monkeypatch):
+    """The path of its mount may have a carriage return and the number of another mount."""
+    lines = (
+        b"50 1 0:9 / /home/other/\r60 rw - fuse.sshfs x rw,user_id=1234\n"
+        b"60 1 0:8 / /home rw - ext4 /dev/sda rw\n"
+    )
+    monkeypatch.setattr(Path, "read_bytes", lambda path: lines)
+    assert private_folders._provider_of("60") == 0
+    assert private_folders._provider_of("50") == 1234
+
+
 def test_full_or_noexec_cache_compiles_once_in_a_temporary_folder(small_file_system, tmp_path):
     assert not build._runs_code(small_file_system)  # too small
     subprocess.run(["mount", "-o", "remount,size=99m", str(small_file_system)], check=True)

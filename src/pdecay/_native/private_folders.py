@@ -84,7 +84,8 @@ def _provider_of(mount: str) -> int | None:
 
 
 def read_proc(name: str) -> str:
-    return Path("/proc/self", name).read_text(errors="surrogateescape")
+    # Not as text: a mount of another user may be at a path with "\r", which would end a line.
+    return os.fsdecode(Path("/proc/self", name).read_bytes())
 
 
 def _trusted_users() -> tuple[set[int], int | None]:
