@@ -317,5 +317,8 @@ def test_unusable_cache_and_temporary_folder(tmp_path):
 
 
 def test_cache_with_a_variable_of_the_loader_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setenv("PDECAY_CACHE", str(tmp_path / "$LIB"))
+    shared = tmp_path / "$LIB"
+    shared.mkdir()
+    monkeypatch.setenv("PDECAY_CACHE", str(shared))
     assert build._cache_folder() is None
+    assert "unavailable: " + str(shared) in run(TRY, shared, TMPDIR=shared)

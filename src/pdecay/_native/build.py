@@ -139,10 +139,10 @@ def _load(name: str, threads: bool) -> ctypes.CDLL:
             return _build(name, compiler, runtime, folder / file_name)
     with _temporary_folder("pdecay-") as temporary:
         folder = Path(temporary).resolve()
-        if not is_private(folder) or not _runs_code(folder):
+        if "$" in str(folder) or not is_private(folder) or not _runs_code(folder):
             raise KernelUnavailable(
-                f"{folder.parent} is full, runs no code or is writable by other users: set "
-                "PDECAY_CACHE to a folder that only you can write to"
+                f"{folder.parent} is full, runs no code, is writable by other users or has a $ in "
+                "its path: set PDECAY_CACHE to a folder that only you can write to"
             )
         return _build(name, compiler, runtime, folder / file_name)
 
