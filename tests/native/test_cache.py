@@ -121,10 +121,20 @@ def test_other_objects_in_place_of_the_library(filled, tmp_path, kind):
 def test_cache_permissions_are_restricted(tmp_path, monkeypatch):
     folder = tmp_path / "kernels"
     folder.mkdir()
-    folder.chmod(0o777)
+    folder.chmod(0o755)
     monkeypatch.setenv("PDECAY_CACHE", str(tmp_path))
     assert build._cache_folder() == folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_cache_that_others_could_write_to_is_not_used(tmp_path, monkeypatch, mode):
+    """They may have moved a file of this user into it, one with their content."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    folder.chmod(mode)
+    monkeypatch.setenv("PDECAY_CACHE", str(tmp_path))
+    assert build._cache_folder() is None
 
 
 def test_cache_that_is_a_link_or_foreign_is_not_used(tmp_path, monkeypatch):

@@ -378,6 +378,7 @@ def _cache_folder() -> Path | None:
         if (
             stat.S_ISDIR(found.st_mode)
             and found.st_mode & 0o077  # old, and open to others
+            and not found.st_mode & OTHERS_WRITE  # who may have moved files of ours into it
             and found.st_uid == os.getuid()
             and are_safe(folder.parents)
         ):
