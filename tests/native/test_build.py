@@ -227,6 +227,11 @@ def test_headers_in_the_current_folder_are_not_used(tmp_path, monkeypatch):
     assert run(LOAD, tmp_path / "cache", CPATH=":/usr/local/include") == "loaded"
 
 
+def test_environment_without_a_path(tmp_path, monkeypatch):
+    monkeypatch.delenv("PATH")
+    assert run(LOAD, tmp_path) == "loaded"
+
+
 @pytest.mark.parametrize("variable", ["PATH", "CPATH", "LD_RUN_PATH"])
 def test_relative_search_paths_are_not_used(tmp_path, variable):
     """Seen from the compiler's folder, they may lead to the files of another user."""

@@ -27,7 +27,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from pdecay._native.private_folders import OTHERS_WRITE, are_safe, is_private, read_proc
@@ -254,7 +254,7 @@ def _run(command: list[str], folder: str) -> None:
         done = subprocess.run(
             command,
             cwd=folder,
-            env=_without_relative_parts(os.environ) | settings,
+            env=_environment() | settings,
             stdin=subprocess.DEVNULL,  # a wrapper of the compiler must not read the user's input
             capture_output=True,
             encoding="utf-8",
@@ -270,13 +270,13 @@ def _run(command: list[str], folder: str) -> None:
         raise KernelUnavailable(f"{command[0]}: {_one_line(telling)}")
 
 
-def _without_relative_parts(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables without the relative parts of `SEARCH_PATHS`.
+def _environment() -> dict[str, str]:
+    """Return the environment variables, with a `PATH` and no relative parts of `SEARCH_PATHS`.
 
     Other users may have put files there: `CPATH=:/opt/include` names the current folder, and
     `CPATH=../../include` is below /tmp for a compiler that runs in a temporary folder.
     """
-    result = dict(variables)
+    result = {"PATH": os.defpath, **os.environ}
     for name in result.keys() & SEARCH_PATHS:
         parts = filter(os.path.isabs, result.pop(name).split(os.pathsep))
         if kept := os.pathsep.join(parts):  # an empty LIBRARY_PATH is the current folder
@@ -296,7 +296,7 @@ def _compiler() -> list[str]:
     if not hasattr(os, "getuid"):
         raise KernelUnavailable("kernels need a POSIX system")
     given = _words_of("CC")
-    places = _without_relative_parts({"PATH": os.defpath, **os.environ}).get("PATH", "")
+    places = _environment().get("PATH", "")
     for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
         path = shutil.which(command[0], path=places)
         if path:
