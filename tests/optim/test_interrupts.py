@@ -1,8 +1,10 @@
 """Ctrl-C during a step acts after it, so that zeros stay zero."""
 
 import contextlib
+import itertools
 import signal
 import threading
+import types
 
 import pytest
 import torch
@@ -42,6 +44,13 @@ def same_handlers():
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+@pytest.fixture
+def seconds_pass(monkeypatch):
+    """Let two seconds pass between signals."""
+    clock = types.SimpleNamespace(monotonic=itertools.count(step=2).__next__)
+    monkeypatch.setattr(interrupts, "time", clock)
+
+
 @contextlib.contextmanager
 def handler_of(number, function):
     before = signal.signal(number, function)
@@ -76,7 +85,16 @@ def test_different_signals_during_a_step_all_act_after_it():
     assert seen == [True]
 
 
-def test_repeated_signal_acts_at_once_and_does_not_cancel_others():
+def test_signal_that_a_script_forwards_too_acts_once_after_the_step():
+    weight, optimizer = sparse_optimizer()
+    zeros, seen = weight == 0, []
+    optimizer.numbers = (signal.SIGTERM, signal.SIGTERM)
+    with handler_of(signal.SIGTERM, lambda *_: seen.append(torch.equal(weight == 0, zeros))):
+        optimizer.step()
+    assert seen == [True]
+
+
+def test_repeated_signal_acts_at_once_and_does_not_cancel_others(seconds_pass):
     _, optimizer = sparse_optimizer()
     seen = []
     optimizer.numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGINT)
@@ -143,7 +161,7 @@ def test_ctrl_c_keeps_the_mask_of_gradual_pruning():
     assert pruning.sparsity_now == 0.9
 
 
-def test_second_ctrl_c_acts_at_once():
+def test_second_ctrl_c_acts_at_once(seconds_pass):
     weight, optimizer = sparse_optimizer()
     optimizer.numbers = (signal.SIGINT, signal.SIGINT)
     before = weight.detach().clone()

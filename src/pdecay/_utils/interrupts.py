@@ -4,7 +4,8 @@ The decay and other hooks keep zeros at zero after the optimizer's own update. A
 two would leave weights without a single zero, and the zeros are the only record of which weights
 were removed. The same holds for a handler that writes a checkpoint, as Lightning does if a cluster
 announces the end of a job by SIGUSR1. While a step runs, the signals below are therefore
-remembered, and act at its end. If one is repeated, it acts at once.
+remembered, and act at its end. If one is repeated after a second, it acts at once. Before that it
+is a duplicate: a scheduler signals all processes of a job, and its script may forward the signal.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 # Sent by users, job schedulers and timers; some do not exist on Windows.
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
 _SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
+_DUPLICATE = 1.0  # seconds in which a repeated signal is a duplicate of the first one
 
 
 class DeferredInterrupts:
@@ -34,7 +37,7 @@ class DeferredInterrupts:
 
     def __init__(self) -> None:
         self._step: FrameType | None = None
-        self._pending: list[int] = []
+        self._pending: dict[int, float] = {}  # the signals that wait, and when they arrived
         self._renew()
 
     def run(self, update: Callable[[], None], decay: Callable[[], None]) -> None:
@@ -72,10 +75,10 @@ class DeferredInterrupts:
     def _handle(self, handlers: dict[int, Any], number: int, frame: FrameType | None) -> None:
         others: list[int] = []
         if handlers is self._handlers:
-            repeated = number in self._pending
-            if not repeated and self._step is not None and is_inside(frame, self._step):
-                self._pending.append(number)
-                return
+            if self._step is not None and is_inside(frame, self._step):
+                now = time.monotonic()
+                if now - self._pending.setdefault(number, now) <= _DUPLICATE:
+                    return
             others = [other for other in self._restore() if other != number]
         try:
             handlers[number](number, frame)
@@ -88,8 +91,8 @@ class DeferredInterrupts:
             if _signal.getsignal(number) is self._own:
                 _signal.signal(number, handler)
         pending = self._pending  # only now: a signal may arrive before its handler is restored
-        self._step, self._pending = None, []
-        return pending
+        self._step, self._pending = None, {}
+        return [*pending]
 
     def _renew(self) -> None:
         """Create a handler, and a dict for the program's handlers that it stands for."""
