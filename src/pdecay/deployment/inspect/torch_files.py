@@ -80,7 +80,8 @@ def is_torch_file(path: str | os.PathLike[str]) -> bool:
     """Return whether a file starts like a zip archive or an old torch pickle."""
     if not Path(path).is_file():
         return False  # the safetensors reader reports the error
-    return _first_bytes(path) in (_ARCHIVE, _OLD_PICKLE)
+    with open(path, "rb") as file:
+        return file.read(len(_ARCHIVE)) in (_ARCHIVE, _OLD_PICKLE)
 
 
 def read_torch_file(path: str | os.PathLike[str]) -> Any:
@@ -95,14 +96,9 @@ def read_torch_file(path: str | os.PathLike[str]) -> Any:
     with open(path, "rb") as file:
         # Private: a write to a tensor does not reach the file.
         contents = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        if _first_bytes(path) == _ARCHIVE:
+        if contents[: len(_ARCHIVE)] == _ARCHIVE:
             return _read_archive(path, contents)
         return _read_old(file, contents)
-
-
-def _first_bytes(path: str | os.PathLike[str]) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(len(_ARCHIVE))
 
 
 def _read_archive(path: str | os.PathLike[str], contents: mmap.mmap) -> Any:
