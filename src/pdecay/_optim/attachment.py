@@ -243,7 +243,7 @@ class Attachment(StepHooks):
         if not all_moved:
             params, old = [params[i] for i in moved], [old[i] for i in moved]
         fused = self.fused if self._needs_old(group) else False
-        for batch in make_batches([params, old], group, rate, fused, 2):
+        for batch in make_batches([params, old], group, rate, fused):
             if self.step == "decay":
                 batch.decay_(batch.select(old), self.optimizer.state)
             elif batch.penalty is not None:

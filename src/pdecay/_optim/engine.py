@@ -3,7 +3,8 @@
 The step of a weight is ``w <- w_tilde * factor(w_old)``, where ``w_old`` is the weight before and
 ``w_tilde`` the weight after the optimizer's own update:
 
-- PAdam and PSGD pass their update to :func:`update_and_decay_`;
+- PAdam and PSGD ask :func:`c_arguments` whether one call into C can do all, else they pass their
+  update to :func:`update_and_decay_`;
 - attach cannot change the update: it copies ``w_old`` before it and calls
   :meth:`DecayBatch.decay_` after it.
 
@@ -62,8 +63,6 @@ def update_and_decay_(
     rate: Rate,
     state: State,
     *,
-    elementwise: int,
-    has_counts: bool = False,
     allow_kernels: bool = True,
     measure: Callable[[Sequence[list[Tensor]]], list[Tensor]] | None = None,
 ) -> None:
@@ -77,8 +76,6 @@ def update_and_decay_(
         group: the parameter group.
         rate: the learning rate of the decay.
         state: the optimizer's state.
-        elementwise: the number of leading streams with one number for each weight.
-        has_counts: whether the last stream holds Adam's step counts.
         allow_kernels: whether fused kernels may be used.
         measure: returns the lengths of a batch's weights, as new tensors, from which the decay is
             computed, given the batch's streams; None for the weights themselves.
@@ -87,10 +84,7 @@ def update_and_decay_(
     # Lengths of half-precision weights are in single precision, and C needs one dtype.
     readable = measure is None or all(param.dtype.itemsize >= 4 for param in streams[0])
     in_c = readable and may_use_c(group["fused"])
-    batches = make_batches(
-        *(streams, group, rate, fused, elementwise), has_counts=has_counts, foreach_in_c=in_c
-    )
-    for batch in batches:
+    for batch in make_batches(streams, group, rate, fused, foreach_in_c=in_c):
         selected = [batch.select(stream) for stream in streams]
         if batch.kernel is not None:
             update(batch, *selected)  # decays, too
@@ -104,6 +98,34 @@ def update_and_decay_(
                 else:
                     deferred_interrupts.run(partial(update, part, *own), decay_)
         batch.decay_at_anchors_(state)
+
+
+def c_arguments(
+    streams: Sequence[list[Any]],
+    counts: list[Tensor] | None,
+    group: Group,
+    rate: Rate,
+) -> dict[str, Any] | None:
+    """Return the arguments with which the C kernel updates and decays all parameters in one call.
+
+    Return None if it cannot; then use :func:`update_and_decay_`, whose batches alone take about
+    as long as the step of a small model.
+
+    Args:
+        streams: lists in the same order: the parameters that have a gradient, then their
+            gradients and state, with one number for each weight.
+        counts: Adam's step counts.
+        group: the parameter group.
+        rate: the learning rate of the decay.
+    """
+    if group["decay_auxiliary"]:
+        return None
+    table = table_for(streams, counts, _fused(group, streams[0]))
+    if table is None:
+        return None
+    penalty = penalty_of(group)
+    terms = [] if penalty is None else penalty.pairs()
+    return {"terms": terms, "rate": rate, "scales": scales_of(streams[0], group), "table": table}
 
 
 @dataclass
@@ -204,16 +226,12 @@ def make_batches(
     group: Group,
     rate: Rate,
     fused: bool | None,
-    elementwise: int,
     *,
-    has_counts: bool = False,
     foreach_in_c: bool = False,
 ) -> Iterator[DecayBatch]:
     """Split a group's parameters into as few batches as kernels and scales allow.
 
-    `streams` are lists in the same order: the parameters, then all tensors that a kernel reads. The
-    first `elementwise` of them hold one number for each weight. If `has_counts`, the last one holds
-    one step count for each weight.
+    `streams` are lists in the same order: the parameters, then all tensors that a kernel reads.
     Without a kernel and without foreach each parameter is a batch, so that only one factor is in
     memory at a time. With `foreach_in_c`, foreach leaves the decay to C where C can read the
     weights. It accepts many scales, and torch updates all weights in one batch.
@@ -222,13 +240,6 @@ def make_batches(
     penalty = penalty_of(group)
     scales = scales_of(params, group)
     auxiliary = group["decay_auxiliary"]
-    if not auxiliary:
-        table = table_for(streams[:elementwise], streams[-1] if has_counts else None, fused)
-        if table is not None:
-            indices = list(range(len(params)))
-            options = {"scales": scales, "table": table}
-            yield DecayBatch(params, indices, rate, penalty, auxiliary, native, False, options)
-            return
     kernels = kernels_for(streams, fused)
     rest = [param for param, kernel in zip(params, kernels, strict=True) if kernel is None]
     foreach = use_foreach(rest, group.get("foreach"))

@@ -11,6 +11,7 @@ optimizer state is always torch's, so that a checkpoint of ``torch.optim.AdamW``
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,7 @@ from pdecay._optim.steps import adam_step_, sgd_step_
 from pdecay._utils.user_warnings import warn_user
 
 _DEFAULT_DECAY = Lp(1, 1e-2)
+_LAYOUT = operator.attrgetter("layout")
 _HEALTH_CHECK = "_accelerator_graph_capture_health_check"
 if not hasattr(Optimizer, _HEALTH_CHECK):  # its name in older versions of torch
     _HEALTH_CHECK = "_cuda_graph_capture_health_check"
@@ -226,18 +228,23 @@ class PAdam(_Decaying, AdamW):
 
     def _init_group(self, group: Group, *streams: list[Any]) -> bool:
         """Collect gradients and state; faster than torch's own method once the state exists."""
-        found = [(param, grad) for param in group["params"] if (grad := param.grad) is not None]
-        states = [self.state[param] for param, _ in found]
-        kinds = {(param.dtype.is_complex, grad.layout) for param, grad in found}
-        usual = kinds == {(False, torch.strided)} and isinstance(group["lr"], float)
         params, grads, averages, squares, largest, steps = streams
-        if not usual or not all(states):
+        found = [param for param in group["params"] if param.grad is not None]
+        found_grads = [param.grad for param in found]
+        states = [self.state[param] for param in found]
+        usual = (
+            set(map(_LAYOUT, found_grads)) == {torch.strided}
+            and not any(map(Tensor.is_complex, found))
+            and isinstance(group["lr"], float)
+            and all(states)
+        )
+        if not usual:
             # AdamW of torch 2.6 takes one more argument.
             more = [] if issubclass(AdamW, Adam) else [group["amsgrad"]]
             return super()._init_group(group, params, grads, *more, *streams[2:])
         keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []), "step"]
-        params += [param for param, _ in found]
-        grads += [grad for _, grad in found]
+        params += found
+        grads += found_grads
         own = [averages, squares, *([largest] if group["amsgrad"] else []), steps]
         for stream, key in zip(own, keys, strict=True):
             stream += [state[key] for state in states]

@@ -18,11 +18,13 @@ from torch.optim.sgd import sgd
 from pdecay._core.group_settings import Group
 from pdecay._core.tensors import is_tracing
 from pdecay._optim.adam_metric import metric_lengths
-from pdecay._optim.engine import DecayBatch, Rate, State, update_and_decay_
+from pdecay._optim.engine import DecayBatch, Rate, State, c_arguments, update_and_decay_
+from pdecay._optim.kernels import native
 
-# Typed loosely: type checkers cannot match the long signatures of torch with unpacked arguments.
+# Typed loosely: type checkers cannot match long signatures with unpacked arguments.
 torch_adamw: Callable[..., None] = adamw
 torch_sgd: Callable[..., None] = sgd
+c_kernel: Any = native
 
 
 def adam_step_(
@@ -49,6 +51,11 @@ def adam_step_(
     beta1, beta2 = group["betas"]
     hyper: dict[str, Any] = {"beta1": beta1, "beta2": beta2}
     hyper |= {key: group[key] for key in ("lr", "eps", "weight_decay", "amsgrad", "maximize")}
+    elementwise = streams[:5] if group["amsgrad"] else streams[:4]
+    in_c = c_arguments(elementwise, streams[-1], group, rate)
+    if in_c is not None:
+        c_kernel.adam_(*streams, mean=_number(mean), **in_c, **_numbers(hyper))
+        return
 
     def update(batch: DecayBatch, *streams: list[Tensor]) -> None:
         if batch.kernel is not None:
@@ -72,12 +79,7 @@ def adam_step_(
             )
 
     measure = None if mean is None else partial(metric_lengths, group=group, mean=mean)
-    update_and_decay_(
-        *(update, streams, group, rate, state),
-        elementwise=5 if group["amsgrad"] else 4,
-        has_counts=True,
-        measure=measure,
-    )
+    update_and_decay_(update, streams, group, rate, state, measure=measure)
 
 
 def sgd_step_(
@@ -94,6 +96,13 @@ def sgd_step_(
     keys = ("lr", "momentum", "dampening", "nesterov", "weight_decay", "maximize")
     hyper: dict[str, Any] = {key: group[key] for key in keys}
     has_momentum = bool(group["momentum"] != 0)
+    streams: list[list[Any]] = [params, grads, momentum_buffers]
+    if not has_sparse_grad:
+        elementwise = streams if has_momentum else streams[:2]
+        in_c = c_arguments(elementwise, None, group, rate)
+        if in_c is not None:
+            c_kernel.sgd_(*streams, **in_c, **_numbers(hyper))
+            return
 
     def update(
         batch: DecayBatch, params: list[Tensor], grads: list[Tensor], buffers: list[Any]
@@ -127,12 +136,7 @@ def sgd_step_(
                 if momentum_buffers[i] is None:  # others may be views here
                     momentum_buffers[i] = buffer
 
-    streams: list[list[Any]] = [params, grads, momentum_buffers]
-    update_and_decay_(
-        *(update, streams, group, rate, state),
-        elementwise=3 if has_momentum else 2,
-        allow_kernels=not has_sparse_grad,
-    )
+    update_and_decay_(update, streams, group, rate, state, allow_kernels=not has_sparse_grad)
 
 
 def _check_buffers(params: list[Tensor], buffers: list[Tensor | None]) -> None:
@@ -147,6 +151,8 @@ def _check_buffers(params: list[Tensor], buffers: list[Tensor | None]) -> None:
 
 def _numbers(hyper: dict[str, Any]) -> dict[str, Any]:
     """Return hyper-parameters with tensors on the CPU as floats, which every kernel accepts."""
+    if not any(isinstance(value, Tensor) for value in hyper.values()):
+        return hyper
     return {key: _number(value) for key, value in hyper.items()}
 
 
