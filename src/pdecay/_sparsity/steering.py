@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pdecay._core.group_settings import Group
-from pdecay._sparsity.metric import Rank, with_gradients
+from pdecay._sparsity.metric import Rank, factors_of_young, with_gradients
 from pdecay._sparsity.pools import PerLayer, Pool, make_pools, steered
 
 Optimizers = Sequence[Optimizer]
@@ -83,6 +83,15 @@ class Steering:
         ranked = {param: param in self._had_gradient for param in owners}
         trained = self.trained(optimizers) | ranked
         return make_pools(groups_of(optimizers), self._target, self._per_layer, trained)
+
+    def zero_lowest(
+        self, optimizers: Optimizers, rank: Rank, progress: float, floor: float
+    ) -> None:
+        """Set as many weights of each pool to zero as the ramp asks for."""
+        owners = self.owners(optimizers)
+        factors = factors_of_young(owners) if rank == "adaptive" else {}
+        for pool in self.ranked_pools(optimizers, rank, progress):
+            pool.zero_lowest(progress, floor, rank, owners, factors)
 
 
 def groups_of(optimizers: Optimizers) -> Iterator[Group]:

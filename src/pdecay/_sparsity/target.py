@@ -28,11 +28,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pdecay._core.group_settings import HOLD, Group
+from pdecay._core.group_settings import Group
 from pdecay._core.ramp import check_ramp, check_target, cubic_ramp, ramp_steps
 from pdecay._core.validation import check_count, check_number
 from pdecay._optim.attachment import attachment_of, complete_groups, is_decaying
@@ -41,22 +40,19 @@ from pdecay._optim.hooks import (
     check_not_local,
     find_hooks,
     is_skipped,
-    local_optimizer,
     only_creates_state,
 )
-from pdecay._optim.state_precision import FLOAT16_CAUSE, FLOAT16_REMEDY
 from pdecay._sparsity.freezing import decaying_list, hold_zeros, zero_keeping_groups
 from pdecay._sparsity.lost_zeros import ZeroWatch
 from pdecay._sparsity.metric import (
     Rank,
     check_rank,
     create_squares,
-    factors_of_young,
     update_squares,
 )
 from pdecay._sparsity.pools import PerLayer, check_per_layer, steered
 from pdecay._sparsity.probing import Probes
-from pdecay._sparsity.pull import scale_at, taus_of
+from pdecay._sparsity.pull import check_list_of_scales, list_scales, set_scales
 from pdecay._sparsity.ranking import count_zeros
 from pdecay._sparsity.scaled_updates import ScaledUpdates
 from pdecay._sparsity.steering import Steering, groups_of
@@ -66,7 +62,14 @@ from pdecay._sparsity.target_state import (
     count_initial_zeros,
     remove_state,
     result_of_ramp,
+    save_in,
+    update_means,
+)
+from pdecay._sparsity.target_warnings import (
     warn_of_lost_state,
+    warn_of_missed_target,
+    warn_of_non_finite_weights,
+    warn_of_too_few_steps,
 )
 from pdecay._utils.user_warnings import warn_user
 
@@ -149,22 +152,15 @@ class SparsityTarget:
         self.pull = _PULL[rank] if pull is None else check_number("pull", pull)
         self.update_power = update_power
         self._updates = ScaledUpdates(update_power)
-        self._by_layer = bool(per_layer) or bool(self.floor)
+        self._lists_scales = bool(self.pull and (per_layer or self.floor))
         self._begin, self._end, self._every = ramp_steps(start, end, total_steps)
         check_per_layer(per_layer, self._groups())
         self._probes = Probes()
         self._watch = ZeroWatch()
         self._steering = Steering(self.target, per_layer)
         self._warned = self._warned_of_non_finite = self._ended = False
-        if (
-            self.pull
-            and self._by_layer
-            and any(one is not local_optimizer(one) for one in self.optimizers)
-        ):
-            raise ValueError(
-                "per_layer or floor with a pull gives each parameter its own decay_scale, which "
-                "ZeroRedundancyOptimizer cannot pass on; use pull=0"
-            )
+        if self._lists_scales:
+            check_list_of_scales(self.optimizers)
         pools = self._steering.pools(self.optimizers)
         if not pools:
             raise ValueError(
@@ -175,7 +171,8 @@ class SparsityTarget:
             pool.check(self.floor, continues=continues)
         warn_of_lost_state(self.optimizers)
         complete_state(list(self._groups()), self.target, self._end)
-        self._list_scales()
+        if self._lists_scales:
+            list_scales(self._groups())
         if rank == "adaptive":
             for one in self.optimizers:
                 create_squares(_steered_params(one), one)
@@ -249,10 +246,6 @@ class SparsityTarget:
 
     # State
 
-    def _save(self, **state: float) -> None:
-        for group in self._groups():
-            group.update(state)
-
     def _groups(self) -> Iterator[Group]:
         return groups_of(self.optimizers)
 
@@ -325,15 +318,11 @@ class SparsityTarget:
     def _advance(self) -> None:
         """Count a step of all optimizers, and set the decay of the next one."""
         step = self.last_step + 1
-        self._save(target_step=step, target_stepped=0)
+        save_in(self._groups(), target_step=step, target_stepped=0)
         if step > self._end and not self._ended:
             self._check_end()
         if step == 2 * self.total_steps:
-            warn_user(
-                f"SparsityTarget: the optimizer took {step} steps, twice total_steps = "
-                f"{self.total_steps}, and the ramp ended after step {self._end}. If "
-                f"{self.total_steps} is a number of epochs, multiply it by the steps of an epoch"
-            )
+            warn_of_too_few_steps(step, self.total_steps, self._end)
         if not self._begin <= step <= self._end:
             return
         count_initial_zeros(self._groups(), self._steering.trained(self.optimizers))
@@ -341,11 +330,11 @@ class SparsityTarget:
         if step == self._end:
             self._ended = True
             self._updates.clear()
-            self._zero_smallest(1.0)
+            self._zero_lowest(1.0)
             self._hold_zeros()
         elif finite and self._is_stage(step):
             lag = _LAG * (self._end - self._begin) if self.pull else 0
-            self._zero_smallest(cubic_ramp(int(step - lag), self._begin, self._end))
+            self._zero_lowest(cubic_ramp(int(step - lag), self._begin, self._end))
             if self.pull:
                 self._set_scales(cubic_ramp(step, self._begin, self._end))
             else:
@@ -356,18 +345,8 @@ class SparsityTarget:
     def _hold_zeros(self) -> None:
         """Keep the zeros, without decay of other weights."""
         hold_zeros(self.optimizers)
-        self._list_scales()
-
-    def _list_scales(self) -> None:
-        """Give each tensor its own scale if a pull will, so that all checkpoints have one form.
-
-        A full state dict of torch.distributed.checkpoint cannot turn one number into a list.
-        """
-        if self.pull and self._by_layer:
-            for group in self._groups():
-                scale = group["decay_scale"]
-                if group.get("decay") and not isinstance(scale, list):
-                    group["decay_scale"] = [scale] * len(group["params"])
+        if self._lists_scales:
+            list_scales(self._groups())
 
     def _check_end(self) -> None:
         """Warn if a checkpoint is from after the end of the ramp, but misses the target."""
@@ -378,13 +357,7 @@ class SparsityTarget:
         if size and zeros >= asked - _TOLERANCE * size:
             return
         self._hold_zeros()
-        warnings.warn(
-            f"SparsityTarget: the checkpoint is from step {self.last_step - 1}, after the end of "
-            f"this ramp, step {self._end}, but only {zeros} of its {size} weights are zero instead "
-            f"of {asked:.0f}: its ramp was longer. The target is not met; use at least the "
-            "total_steps of the first run",
-            stacklevel=2,
-        )
+        warn_of_missed_target(zeros, asked, size, step=self.last_step - 1, end=self._end)
 
     def _is_stage(self, step: int) -> bool:
         """Check whether weights are ranked after this step."""
@@ -392,54 +365,27 @@ class SparsityTarget:
 
     def _measure_update(self) -> bool:
         """Update the running measurements; return False and keep them after a non-finite step."""
-        squares, alive, magnitudes = self._probes.take()
-        if not math.isfinite(squares) or not math.isfinite(magnitudes):
-            self._warn_of_non_finite()
+        squared_changes, nonzeros, magnitudes = self._probes.take()
+        if not math.isfinite(squared_changes) or not math.isfinite(magnitudes):
+            if not self._warned_of_non_finite:
+                self._warned_of_non_finite = True
+                warn_of_non_finite_weights(self._steering.owners(self.optimizers), self.last_step)
             return False
-        if not alive:
-            return True
-        update = math.sqrt(squares / alive)
-        last = next(self._groups())["target_update"]
-        self._save(
-            target_update=0.9 * last + 0.1 * update if last else update,
-            target_magnitude=magnitudes / alive,
-        )
+        update_means(list(self._groups()), squared_changes, nonzeros, magnitudes)
         return True
 
-    def _warn_of_non_finite(self) -> None:
-        if self._warned_of_non_finite:
-            return
-        self._warned_of_non_finite = True
-        half = any(param.dtype == torch.float16 for param in self._steering.owners(self.optimizers))
-        cause = (
-            f"{FLOAT16_CAUSE}: {FLOAT16_REMEDY}"
-            if half
-            else "Load the last good checkpoint; lower lr, clip the gradients, or run pdecay.doctor"
-        )
-        warnings.warn(
-            f"SparsityTarget: weights are infinite or NaN after step {self.last_step}. {cause}",
-            stacklevel=2,
-        )
-
-    # Ranking
-
-    def _zero_smallest(self, progress: float) -> None:
-        owners = self._steering.owners(self.optimizers)
-        factors = factors_of_young(owners) if self.rank == "adaptive" else {}
-        for pool in self._steering.ranked_pools(self.optimizers, self.rank, progress):
-            pool.zero_lowest(progress, self.floor, self.rank, owners, factors)
+    def _zero_lowest(self, progress: float) -> None:
+        self._steering.zero_lowest(self.optimizers, self.rank, progress, self.floor)
 
     def _set_scales(self, progress: float) -> None:
-        """Set the scale at which a weight at its pool's tau shrinks at the given speed."""
-        pools = self._steering.ranked_pools(self.optimizers, self.rank, progress)
-        taus = taus_of(pools, progress, self.floor)
-        for optimizer in self.optimizers:
-            for group in zero_keeping_groups(optimizer, "SparsityTarget"):
-                scales = [
-                    scale_at(taus[param], self.pull, group, optimizer) if param in taus else HOLD
-                    for param in group["params"]
-                ]
-                group["decay_scale"] = scales if self._by_layer else max(scales)
+        set_scales(
+            self.optimizers,
+            self._steering.ranked_pools(self.optimizers, self.rank, progress),
+            progress,
+            floor=self.floor,
+            pull=self.pull,
+            by_param=self._lists_scales,
+        )
 
 
 def target_of(optimizer: Optimizer) -> SparsityTarget | None:

@@ -14,16 +14,15 @@ them from another.
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from pdecay._core.group_settings import HOLD, Group, decays
-from pdecay._optim.hooks import local_optimizer
 from pdecay._sparsity.pools import Trained, steered
 from pdecay._sparsity.ranking import count_zeros
+from pdecay._utils.user_warnings import warn_user
 
 _SHARED = ("target_step", "target_update", "target_magnitude")
 _KEYS = ("target_sparsity", *_SHARED, "target_stepped", "target_initial", "target_means")
@@ -49,16 +48,14 @@ def complete_state(groups: list[Group], target: float, end: int) -> None:
     if complete:
         state = {key: complete[0][key] for key in _SHARED}
     elif any("target_sparsity" in group for group in groups):
-        warnings.warn(
+        warn_user(
             f"the optimizer has the state of another target, "
-            f"{groups[0].get('target_sparsity')}; the ramp to {target:g} starts over",
-            stacklevel=3,
+            f"{groups[0].get('target_sparsity')}; the ramp to {target:g} starts over"
         )
     if state["target_step"] >= end:
-        warnings.warn(
+        warn_user(
             "a parameter group was added after the end of the SparsityTarget's ramp; it is "
-            "neither decayed nor pruned",
-            stacklevel=3,
+            "neither decayed nor pruned"
         )
     for group in groups:
         if group.get("target_sparsity") != target:
@@ -68,24 +65,6 @@ def complete_state(groups: list[Group], target: float, end: int) -> None:
             group["target_stepped"] = 0
             if group.get("decay_scale") != HOLD:  # else freeze_zeros was called: zeros stay zero
                 group["decay_scale"] = 0.0
-
-
-def warn_of_lost_state(optimizers: Iterable[Optimizer]) -> None:
-    """Warn about optimizers that decay as under a target, but have no state of one."""
-    used = [one for one in optimizers if local_optimizer(one).state]
-    decayed = [group for one in used for group in one.param_groups if group.get("decay")]
-    if any("target_sparsity" in group for group in decayed):
-        return
-    scales = [group["decay_scale"] for group in decayed if group["decay_scale"] != 1]
-    if scales:
-        moves = "" if scales[0] == HOLD else ", and zeros may move until it begins"
-        warnings.warn(
-            f"the optimizer has taken steps with decay_scale={scales[0]}, as under a "
-            f"SparsityTarget, but has no state of one: the ramp starts at step 0{moves}. To "
-            "resume a run with torch.distributed.checkpoint, create the target before "
-            "get_optimizer_state_dict",
-            stacklevel=3,
-        )
 
 
 def check_not_released(groups: Iterable[Group], *, ended: bool) -> None:
@@ -111,6 +90,27 @@ def count_initial_zeros(groups: Iterable[Group], trained: Trained) -> None:
             if initial[i] < 0:
                 initial[i] = count_zeros([param])
         group["target_initial"] = initial
+
+
+def update_means(
+    groups: list[Group], squared_changes: float, nonzeros: float, magnitudes: float
+) -> None:
+    """Update the running means from sums over the nonzero weights that were measured."""
+    if not nonzeros:
+        return
+    update = math.sqrt(squared_changes / nonzeros)
+    last = groups[0]["target_update"]
+    save_in(
+        groups,
+        target_update=0.9 * last + 0.1 * update if last else update,
+        target_magnitude=magnitudes / nonzeros,
+    )
+
+
+def save_in(groups: Iterable[Group], **state: float) -> None:
+    """Set keys of the state in all groups."""
+    for group in groups:
+        group.update(state)
 
 
 def result_of_ramp(
