@@ -308,8 +308,9 @@ def test_lost_zeros_are_reported_after_a_resume_past_the_ramp():
     train(model, resumed, target, STEPS + 2, start=STEPS)
     with torch.no_grad():
         model[0].weight += 0.1
-    with pytest.warns(UserWarning, match="weights that were zero are not zero any more"):
+    with pytest.warns(UserWarning, match="weights that were zero are not zero any more") as caught:
         train(model, resumed, target, STEPS + 3, start=STEPS + 2)
+    assert caught[0].filename == __file__
 
 
 def test_existing_zeros_count():

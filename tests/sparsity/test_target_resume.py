@@ -445,8 +445,9 @@ class TestResume:
                 optimizer.load_state_dict(state)
         else:
             optimizer.load_state_dict(state)
-            with warns:
+            with warns as caught:
                 target = SparsityTarget(optimizer, 0.9, STEPS)
+            assert caught[0].filename == __file__
         assert target.last_step == 0
         train(model, optimizer)
         assert target.sparsity == pytest.approx(0.9, abs=0.002)

@@ -102,8 +102,11 @@ class TestCounting:
         optimizer.zero_grad()
         loss_of(model, 10).backward()
         weight.grad.fill_(math.nan)
-        with pytest.warns(UserWarning, match=r"infinite or NaN after step 11.*clip the gradients"):
+        with pytest.warns(
+            UserWarning, match=r"infinite or NaN after step 11.*clip the gradients"
+        ) as caught:
             optimizer.step()
+        assert caught[0].filename == __file__
         assert group["target_update"] == measured > 0
         with torch.no_grad():  # the user restores the weights and continues
             weight.copy_(kept)

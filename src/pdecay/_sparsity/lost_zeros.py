@@ -6,12 +6,12 @@ steps, such as Lookahead, does not. A few rows of each tensor show it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
 from pdecay._sparsity.probing import sample_rows
+from pdecay._utils.user_warnings import warn_user
 
 _ROWS = 8  # of each tensor
 
@@ -40,12 +40,11 @@ class ZeroWatch:
         ):
             return
         self._warned = True
-        warnings.warn(
+        warn_user(
             f"SparsityTarget: weights that were zero are not zero any more before step {step}. "
             "Something moved them that the decay does not see: code that writes to the weights "
             "between steps (Lookahead, averages, loaded weights), or an optimizer that moves "
-            "weights at lr = 0",
-            stacklevel=2,
+            "weights at lr = 0"
         )
 
 
