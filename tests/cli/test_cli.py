@@ -175,6 +175,7 @@ def test_doctor_hint_is_not_an_error(run_cli, in_project):
         (":build", "expected MODULE:FUNCTION"),
         ("users_module:", "expected MODULE:FUNCTION"),
         ("no_such.module:build", "cannot import 'no_such.module': ModuleNotFoundError: No module"),
+        ("my_project/training.py:build", "give the module's name, such as my_project.training"),
         (".relative:build", "cannot import '.relative'"),
         ("users_module:missing", "'users_module' has no 'missing'"),
         ("users_module:number", "must be a function, got a int"),

@@ -17,6 +17,11 @@ def import_object(target: str) -> Any:
         ValueError: the module cannot be imported, or has no such object.
     """
     module_name, _, object_name = target.partition(":")
+    if "/" in module_name or module_name.endswith(".py"):
+        raise ValueError(
+            f"cannot import {module_name!r}: give the module's name, such as my_project.training, "
+            "not its path"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `python -m` does so, an installed script does not
     try:
