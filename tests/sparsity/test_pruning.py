@@ -472,6 +472,10 @@ class TestErrors:
         with pytest.raises(ValueError, match="sparsity must be below 1"):
             GradualMagnitudePruning(unmoved([1.0])[1], sparsity, 10)
 
+    def test_percentage_is_recognised(self):
+        with pytest.raises(ValueError, match=r"got 90; for 90 %, pass 0\.9"):
+            GradualMagnitudePruning(unmoved([1.0])[1], 90, 10)
+
     @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
     def test_rejects_bad_numbers(self, value):
         with pytest.raises(ValueError, match="sparsity must be finite and >= 0"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdecay._core.validation import check_number
+from pdecay._core.validation import check_number, percent_hint
 
 _STAGES = 200  # rankings along a ramp: ranking all weights at each step would be slow
 
@@ -11,8 +11,7 @@ def check_target(name: str, target: object) -> float:
     """Return a share above 0 and below 1, or raise ValueError."""
     share = check_number(name, target)
     if not 0 < share < 1:
-        hint = f"; for {share:g} %, pass {share / 100:g}" if 1 < share < 100 else ""
-        raise ValueError(f"{name} must be above 0 and below 1, got {target!r}{hint}")
+        raise ValueError(f"{name} must be above 0 and below 1, got {target!r}{percent_hint(share)}")
     return share
 
 

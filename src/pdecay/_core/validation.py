@@ -26,6 +26,24 @@ def check_number(name: str, value: object) -> float:
     return number
 
 
+def check_share(name: str, value: object) -> float:
+    """Return the value if it is at least 0 and below 1.
+
+    Raises:
+        TypeError: if it is not a real number.
+        ValueError: if it is outside the range.
+    """
+    share = check_number(name, value)
+    if share >= 1:
+        raise ValueError(f"{name} must be below 1, got {value!r}{percent_hint(share)}")
+    return share
+
+
+def percent_hint(share: float) -> str:
+    """Return the end of an error message about a share that looks like a percentage."""
+    return f"; for {share:g} %, pass {share / 100:g}" if 1 < share < 100 else ""
+
+
 def check_count(name: str, value: object, least: int = 1) -> int:
     """Return the value as an int.
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from pdecay._core.penalty import magnitude
 from pdecay._core.ramp import check_ramp, cubic_ramp, linear_ramp
-from pdecay._core.validation import check_count, check_number
+from pdecay._core.validation import check_count, check_number, check_share
 from pdecay._optim.hooks import (
     StepHooks,
     is_skipped,
@@ -281,9 +281,7 @@ class GradualMagnitudePruning(_Pruning):
     ) -> None:
         check_rank(rank)
         self.rank = rank
-        self.sparsity = check_number("sparsity", sparsity)
-        if self.sparsity >= 1:
-            raise ValueError(f"sparsity must be below 1, got {sparsity!r}")
+        self.sparsity = check_share("sparsity", sparsity)
         check_ramp(start, end)
         self.start, self.end = start, end
         super().__init__(optimizer, total_steps, every, params)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import pdecay
-from pdecay._core.validation import check_number
 from pdecay.lab.tasks import Task
 
 
@@ -75,11 +74,3 @@ def decayed_weights(optimizer: Optimizer) -> list[Tensor]:
     """Return the decayed weights of an optimizer made with :func:`pdecay.param_groups`."""
     weights: list[Tensor] = optimizer.param_groups[0]["params"]
     return weights
-
-
-def check_share(name: str, value: object) -> float:
-    """Return the value if it is at least 0 and below 1, else raise."""
-    share = check_number(name, value)
-    if share >= 1:
-        raise ValueError(f"{name} must be below 1, got {value!r}")
-    return share

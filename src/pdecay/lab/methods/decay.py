@@ -11,9 +11,9 @@ from pdecay import Lp, PAdam, SparsityTarget
 from pdecay._core.auxiliary import Auxiliary
 from pdecay._core.group_settings import Metric, check_metric
 from pdecay._core.penalty import Penalty
-from pdecay._core.validation import check_number
+from pdecay._core.validation import check_number, check_share
 from pdecay._sparsity.metric import Rank, check_rank
-from pdecay.lab.methods.base import Method, Run, adamw, check_share
+from pdecay.lab.methods.base import Method, Run, adamw
 from pdecay.lab.tasks import Task
 
 

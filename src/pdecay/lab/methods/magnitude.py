@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from pdecay import GradualMagnitudePruning, MagnitudePruning
-from pdecay._core.validation import check_number
+from pdecay._core.validation import check_number, check_share
 from pdecay._sparsity.metric import Rank, check_rank
-from pdecay.lab.methods.base import Method, Run, adamw, check_share, decayed_weights
+from pdecay.lab.methods.base import Method, Run, adamw, decayed_weights
 from pdecay.lab.tasks import Task
 
 

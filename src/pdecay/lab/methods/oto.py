@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pdecay._core.validation import check_number
-from pdecay.lab.methods.base import Method, Run, adamw, check_share
+from pdecay._core.validation import check_number, check_share
+from pdecay.lab.methods.base import Method, Run, adamw
 from pdecay.lab.methods.units import Units, find_units, zero_readers
 from pdecay.lab.tasks import Task
 

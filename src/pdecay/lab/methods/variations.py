@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 import pdecay
 from pdecay import Every, GradualMagnitudePruning, Lp, MagnitudePruning, PSchedule, Slow
-from pdecay._core.validation import check_count, check_number
-from pdecay.lab.methods.base import Method, Run, adamw, check_share, decayed_weights
+from pdecay._core.validation import check_count, check_number, check_share
+from pdecay.lab.methods.base import Method, Run, adamw, decayed_weights
 from pdecay.lab.methods.decay import padam
 from pdecay.lab.tasks import Task
 
