@@ -99,13 +99,16 @@ def _full_options(method_name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     unknown = [name for name in given if name not in known]
     if unknown:
         has = f"it has {', '.join(known)}" if known else "it has none"
-        raise ValueError(f"{method_name} has no option {unknown[0]!r}; {has}")
+        name = unknown[0]
+        owners = [one for one, kind in methods.METHODS.items() if name in methods.options_of(kind)]
+        hint = f"; methods with it: {', '.join(owners)}" if owners else ""
+        raise ValueError(f"{method_name} has no option {name!r}; {has}{hint}")
     kinds = typing.get_type_hints(method)
     typed = {name: _as_declared(name, value, kinds[name]) for name, value in given.items()}
     try:
         made = method(**typed)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{method_name}: {error}") from None
+        raise type(error)(f"method {method_name}: {error}") from None
     return {name: getattr(made, name) for name in known}
 
 
