@@ -17,7 +17,7 @@ T = TypeVar("T")
 def clock(monkeypatch):
     """Replace the timing: by default sparse layers and the sparse model are the fastest."""
 
-    from pdecay.deployment.runtime import layer_choice, pipeline
+    from pdecay.deployment.runtime import layer_choice, model_choice, pipeline
     from pdecay.deployment.runtime.timing import Timing
 
     class Clock:
@@ -45,7 +45,7 @@ def clock(monkeypatch):
 
     clock = Clock()
     monkeypatch.setattr(pipeline, "usable_threads", lambda _: nullcontext(clock.threads))
-    monkeypatch.setattr(pipeline, "interleaved", clock.time_models)
+    monkeypatch.setattr(model_choice, "interleaved", clock.time_models)
     monkeypatch.setattr(layer_choice, "interleaved", clock.time_layer)
     return clock
 

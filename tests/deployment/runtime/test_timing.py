@@ -11,7 +11,7 @@ from torch import nn
 
 from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.runtime import timing
-from pdecay.deployment.runtime.pipeline import _time_models
+from pdecay.deployment.runtime.model_choice import time_models
 from pdecay.deployment.runtime.timing import interleaved, usable_threads
 from pdecay.lab.machine import use_threads
 
@@ -137,7 +137,7 @@ def test_models_are_timed_with_warm_caches(machine):
             return x
 
     models = {"dense": Model(6e-4, cold_calls=8), "sparse": Model(5e-5, cold_calls=0)}
-    times, medians, measured = _time_models(models, Inputs.of(torch.zeros(1)), 1.5, lambda *_: None)
+    times, medians, measured = time_models(models, Inputs.of(torch.zeros(1)), 1.5, lambda *_: None)
     assert times == pytest.approx({"dense": 6e-4, "sparse": 5e-5})
     assert medians == pytest.approx(times)
     assert not measured.is_uncertain

@@ -6,23 +6,17 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pdecay._utils.progress import Progress
 from pdecay.deployment.compact import CompactError, compact
 from pdecay.deployment.layers.modules import SparseLayer
 from pdecay.deployment.model.errors import DeploymentError
 from pdecay.deployment.model.inputs import Inputs, keep_example
-from pdecay.deployment.model.outputs import (
-    difference,
-    fresh_outputs,
-    outputs,
-    without_writes_to,
-)
+from pdecay.deployment.model.outputs import difference, without_writes_to
 from pdecay.deployment.model.state import (
     buffer_values,
     check_plain,
@@ -34,24 +28,16 @@ from pdecay.deployment.model.state import (
 )
 from pdecay.deployment.runtime.deploy_report import DeployedLayer, DeployReport
 from pdecay.deployment.runtime.fusion import fuse
-from pdecay.deployment.runtime.layer_choice import (
-    CHOICES,
-    Choice,
-    Choose,
-    check_choose,
-    choose_layers,
-)
+from pdecay.deployment.runtime.layer_choice import Choice, Choose, check_choose, choose_layers
+from pdecay.deployment.runtime.model_choice import choose_model, time_models
 from pdecay.deployment.runtime.rewriting import fold_batch_norms, with_sparse_layers
-from pdecay.deployment.runtime.timing import Timing, interleaved, usable_threads
+from pdecay.deployment.runtime.timing import Timing, usable_threads
 from pdecay.deployment.runtime.usage import Usage, count_tensor_calls, observe_usage
+from pdecay.deployment.runtime.verification import TOLERANCE, check_outputs, outputs_of_calls
 
 __all__ = ["DeployReport", "DeployedLayer", "deploy"]
 
-_TOLERANCE = 1e-4  # relative to the largest output: rounding errors of another summation order
-_TIE = 1.02  # times within this ratio count as equal
 _CHECK_SECONDS = 0.5  # enough to find out whether threads wait for processors
-_MODEL_SECONDS = 0.5  # for the measurement of the whole model, at least
-_TURN = 50e-3  # seconds; long enough to bring large weights back into the cache
 _MAX_SPREAD = 0.1  # times that vary more are reported
 _MEASURING_SHARE = 0.3  # at least this share of `seconds` is left for measurements
 _LAYER_SHARE = 0.3  # of the time for measurements; the rest is for the whole model
@@ -147,14 +133,7 @@ def _deployed(
     buffers = buffer_values(smaller)
     given = shared_copy(model)
     set_buffers(given, buffer_values(model))  # a run may change them
-    try:
-        with keeping_attributes(smaller, skip=SparseLayer):
-            usage = observe_usage(smaller, inputs)
-    except Exception as cause:  # it ran without inference mode
-        raise DeploymentError(
-            f"the model does not run under torch.inference_mode() ({cause}): a model that computes "
-            "gradients in its forward cannot be deployed, only compacted with pdecay.compact"
-        ) from cause
+    usage = _observed_usage(smaller, inputs)
     folded = fold_batch_norms(smaller, usage)
     removed = _removed_units(smaller)
     end = max(end, time.perf_counter() + _MEASURING_SHARE * seconds)
@@ -174,36 +153,25 @@ def _deployed(
             notes.append(f"not sparse: the model does not run with sparse layers ({reason})")
 
     say(0.5, "comparing outputs")
-    # A model stays dense if its second call has other outputs: it may use its layers in other ways.
-    expected = 2 * _outputs(given, inputs, calls=1)
     changed: dict[Choice, nn.Module] = {
         name: one for name, one in models.items() if name != "dense"
     }
     for one in changed.values():
         set_buffers(one, buffers)
-    errors = {name: difference(expected, _outputs(one, inputs)) for name, one in changed.items()}
-    other_errors = _other_input_errors(given, changed, inputs)
-    for name in ("smaller", "sparse"):
-        where = "" if errors.get(name, 0.0) > _TOLERANCE else " for another size or number"
-        error = max(errors.get(name, 0.0), other_errors.get(name, 0.0))
-        if error > _TOLERANCE:
-            notes.append(
-                f"not {name}: its outputs differ by {error:.1e}{where}, more than {_TOLERANCE:.0e}"
-            )
-            del models[name]
+    errors, rejected = check_outputs(given, changed, inputs)
+    for name, reason in rejected.items():
+        notes.append(f"not {name}: {reason}")
+        del models[name]
     timed: dict[str, nn.Module] = {str(name): one for name, one in models.items()}
     if folded and "smaller" in models:
         timed["folded"] = _folded_model(model, inputs) if removed else smaller
-    times, medians, timing = _time_models(
+    times, medians, timing = time_models(
         *(timed, inputs.copy(), max(0.0, end - time.perf_counter())),
         lambda share, text: say(0.6 + 0.4 * share, text),
     )
     if timing.is_uncertain and choose == "measured":
-        what = "there was time for few measurements"
-        if timing.spread > _MAX_SPREAD:
-            what = f"times varied by {timing.spread:.0%}, probably because of other processes"
-        notes.append(f"{what}: deploy on an idle machine or with more seconds= to be sure")
-    chosen = _choose_model(times, choose)
+        notes.append(_uncertainty(timing))
+    chosen = choose_model(times, choose)
     if chosen == "dense":  # the result must not share the caller's tensors
         models["dense"] = copy.deepcopy(model).eval().requires_grad_(False)
     if chosen != "sparse":
@@ -272,41 +240,22 @@ def _compacted(model: nn.Module, inputs: Inputs, notes: list[str]) -> nn.Module:
         try:
             smaller = copy.deepcopy(model).eval()
             with without_writes_to(model, CompactError), keeping_buffers(smaller):
-                _outputs(smaller, inputs)
+                outputs_of_calls(smaller, inputs)
         except Exception as own:  # the model cannot be copied or run
             raise error from own
         notes.append(f"not compacted: {error}")
     return smaller.eval().requires_grad_(False)
 
 
-def _outputs(model: nn.Module, inputs: Inputs, calls: int = 2) -> list[Tensor]:
-    """Return the outputs of calls in a row. The model does not remember them afterwards."""
-    with keeping_attributes(model, skip=SparseLayer):
-        return [one for _ in range(calls) for one in outputs(model, inputs)]
-
-
-def _other_input_errors(
-    given: nn.Module, models: Mapping[Choice, nn.Module], inputs: Inputs
-) -> dict[Choice, float]:
-    """Return each model's largest difference for other sizes and numbers than the example's.
-
-    The models run as copies, so that the plans of sparse layers for these sizes are not kept.
-    """
-    errors: dict[Choice, float] = dict.fromkeys(models, 0.0)
-    numbers = inputs.other_numbers()
-    for check in (*inputs.other_sizes(), *numbers):
-        try:
-            expected = fresh_outputs(given, check)
-        except Exception:  # the model does not take this size or number
-            continue
-        for name, one in models.items():
-            try:
-                error = difference(expected, fresh_outputs(one, check))
-            except Exception:
-                # A number may choose layers that did not run on the example and do not fit.
-                error = 0.0 if any(check is number for number in numbers) else float("inf")
-            errors[name] = max(errors[name], error)
-    return errors
+def _observed_usage(model: nn.Module, inputs: Inputs) -> Usage:
+    try:
+        with keeping_attributes(model, skip=SparseLayer):
+            return observe_usage(model, inputs)
+    except Exception as cause:  # it ran without inference mode
+        raise DeploymentError(
+            f"the model does not run under torch.inference_mode() ({cause}): a model that computes "
+            "gradients in its forward cannot be deployed, only compacted with pdecay.compact"
+        ) from cause
 
 
 def _fused_model(
@@ -319,60 +268,18 @@ def _fused_model(
         counts = count_tensor_calls(fused, inputs)
     try:
         more = fuse(fused, counts)
-        same = difference(_outputs(plain, inputs), _outputs(fused, inputs)) <= _TOLERANCE
+        error = difference(outputs_of_calls(plain, inputs), outputs_of_calls(fused, inputs))
     except Exception:  # torch.fx cannot represent a forward
         return plain, relus
-    return (fused, [*relus, *more]) if same else (plain, relus)
+    return (fused, [*relus, *more]) if error <= TOLERANCE else (plain, relus)
 
 
-@torch.inference_mode()
-def _time_models(
-    models: Mapping[str, nn.Module],
-    inputs: Inputs,
-    seconds: float,
-    say: Callable[[float, str], None],
-) -> tuple[dict[str, float], dict[str, float], Timing]:
-    """Return each model's seconds of an undisturbed and of the median run, and the measurement."""
-    distinct = list({id(one): one for one in models.values()}.values())
-    calls = [partial(inputs.call, one, copy=False) for one in distinct]
-    start = time.perf_counter()
-
-    def on_round() -> None:
-        say((time.perf_counter() - start) / max(seconds, 1e-9), "the whole model")
-
-    on_round()
-    with keeping_attributes(*distinct, skip=SparseLayer):
-        least = min(_MODEL_SECONDS, seconds)
-        timing = interleaved(
-            calls, rounds=6, seconds=least, limit=seconds, turn=_TURN, on_round=on_round
-        )
-    index = {id(one): k for k, one in enumerate(distinct)}
-    times, medians = (
-        {name: seconds[index[id(one)]] for name, one in models.items()}
-        for seconds in (timing.seconds, timing.medians)
-    )
-    return times, medians, timing
-
-
-def _choose_model(times: Mapping[str, float], choose: Choose) -> Choice:
-    """Return the model to deploy, of those whose outputs are correct."""
-    if choose == "measured":
-        return _fastest(times)
-    asked = (
-        {"sparse": "sparse", "dense": "smaller"}.get(choose)
-        if isinstance(choose, str)
-        else choose["chosen"]
-    )
-    return next(name for name in CHOICES[CHOICES.index(asked) :] if name in times)
-
-
-def _fastest(times: Mapping[str, float]) -> Choice:
-    """Prefer sparse, then smaller, among models close to the fastest and not slower than dense."""
-    best = min(times[name] for name in CHOICES if name in times)
-    for name in CHOICES:
-        if name in times and times[name] <= min(_TIE * best, times["dense"]):
-            return name
-    return "dense"
+def _uncertainty(timing: Timing) -> str:
+    """Return the note about a measurement that did not settle."""
+    what = "there was time for few measurements"
+    if timing.spread > _MAX_SPREAD:
+        what = f"times varied by {timing.spread:.0%}, probably because of other processes"
+    return f"{what}: deploy on an idle machine or with more seconds= to be sure"
 
 
 def _nbytes(model: nn.Module) -> int:
