@@ -16,12 +16,12 @@ WORLD = 4
 
 @pytest.mark.slow
 def test_ranks_match_one_process(tmp_path):
-    script = Path(__file__).with_name("checks.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # Rendezvous by file: a free port may be taken by another test before it is used.
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(WORLD), str(tmp_path)],
+            [sys.executable, "-m", "tests.ranks.checks", str(rank), str(WORLD), str(tmp_path)],
+            cwd=Path(__file__).parents[2],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
