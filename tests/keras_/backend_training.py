@@ -363,7 +363,7 @@ def test_target_checks_its_arguments(arguments):
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="Keras waits for all callbacks there")
 def test_target_outside_a_list_is_an_error(digits):
     model = compiled(pk.PAdam(0.01))
-    with pytest.raises(TypeError, match=r"pass callbacks=\[SparsityTarget"):
+    with pytest.raises(TypeError, match=r"pass a list to fit, callbacks=\[SparsityTarget"):
         model.fit(*digits, epochs=2, verbose=0, callbacks=pk.SparsityTarget(0.9))
 
 

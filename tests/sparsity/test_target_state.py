@@ -9,6 +9,7 @@ from torch import nn
 
 import pdecay
 from pdecay import Lp, PAdam, SparsityTarget, attach, doctor, freeze_zeros
+from pdecay._core.group_settings import HOLD
 from tests.sparsity.training import (
     STEPS,
     attached,
@@ -115,6 +116,16 @@ class TestCounting:
         train(model, optimizer, start=11)
         assert math.isfinite(group["target_update"])
         assert zeros(weights(model)) == round(0.9 * size(weights(model)))
+
+    def test_steps_that_move_nothing_keep_the_zeros(self):
+        model = build()
+        optimizer = PAdam(weights(model), lr=1e-2, decay=Lp(0.8, 1))
+        SparsityTarget(optimizer, 0.9, STEPS, pull=1.0)
+        for _ in range(20):
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
+            optimizer.step()
+        assert optimizer.param_groups[0]["decay_scale"] == HOLD
 
 
 class TestParameters:

@@ -8,7 +8,6 @@ shrink.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,16 +16,13 @@ from torch.optim import Optimizer
 
 from pdecay._core.group_settings import HOLD, Group
 from pdecay._core.penalty import as_penalty
+from pdecay._core.pull import pull_scale
 from pdecay._optim.attachment import attachment_of
 from pdecay._optim.engine import decay_rate
 from pdecay._optim.hooks import local_optimizer
 from pdecay._sparsity.freezing import zero_keeping_groups
 from pdecay._sparsity.pools import Pool
 from pdecay._sparsity.ranking import kth_magnitude
-
-# From p = 1 on, larger weights are pulled at least as hard as those at tau, and the full pull would
-# remove them too.
-_SHARE_FROM_1_ON = 0.3
 
 
 def set_scales(
@@ -89,14 +85,15 @@ def _taus(pools: Iterable[Pool], progress: float, floor: float) -> dict[Tensor, 
 def _scale_at(tau: float, pull: float, group: Group, optimizer: Optimizer) -> float:
     """Return the ``decay_scale`` of a group whose weights at `tau` shrink by `pull` updates."""
     penalty = as_penalty(group["decay"])
+    if penalty is None:
+        return HOLD
     attachment = attachment_of(optimizer)
-    rate = float(attachment.rate(group) if attachment else decay_rate(group, optimizer))
-    if not tau or not math.isfinite(tau) or not rate or penalty is None:
-        return HOLD  # there are more zeros than the ramp asks for, or the learning rate is 0
-    lowest = min(p for p, lam in penalty.pairs() if lam)
-    share = pull * (1.0 if lowest < 1 else _SHARE_FROM_1_ON)
-    # Above p = 1 the decay grows with the weight. It is set at the typical weight that remains:
-    # set at tau, it would grow without bound on these as tau falls to zero.
-    large = max(tau, group["target_magnitude"])
-    speed: float = sum(lam * (large if p > 1 else tau) ** (p - 1) for p, lam in penalty.pairs())
-    return float(share * group["target_update"] / (rate * speed))
+    scale = pull_scale(
+        penalty.pairs(),
+        tau=tau,  # 0 if there are more zeros than the ramp asks for
+        typical=group["target_magnitude"],
+        update=group["target_update"],
+        pull=pull,
+        rate=float(attachment.rate(group) if attachment else decay_rate(group, optimizer)),
+    )
+    return max(scale, HOLD)

@@ -23,14 +23,12 @@ import keras
 import numpy as np
 from keras import ops
 
+from pdecay._core.pull import pull_scale
 from pdecay._core.ramp import check_ramp, check_target, cubic_ramp, ramp_steps
 from pdecay._core.validation import check_count, check_number
 from pdecay.keras._optimizers import HOLD, PNormDecay, decaying, zero_keeping
 
 _LAG = 0.1  # share of the ramp that a weight has to shrink before it is set to zero
-# The speed of the decay at tau, in units of the optimizer's typical update. From p = 1 on, larger
-# weights are pulled at least as hard as those at tau, and a full update would remove them too.
-_SHARE_OF_UPDATE = {"below 1": 1.0, "from 1 on": 0.3}
 _PROBED_ROWS = 8  # rows of each variable that the size of the update is measured on
 
 Probes = dict[int, np.ndarray[Any, Any]]
@@ -147,7 +145,7 @@ class SparsityTarget(SparsityLogger):
         """Zero the weights whose turn it is, and set the scale of the next steps."""
         if threading.get_ident() != self._thread:
             raise TypeError(
-                "pass callbacks=[SparsityTarget(...)] to fit, a list: Keras calls other callbacks "
+                "pass a list to fit, callbacks=[SparsityTarget(...)]: Keras calls other callbacks "
                 "while the next step changes the weights"
             )
         if self._step >= self._end:
@@ -258,17 +256,15 @@ class SparsityTarget(SparsityLogger):
         tau = float(np.partition(magnitudes, count - 1)[count - 1]) if count else 0.0
         rate = float(ops.convert_to_numpy(optimizer.learning_rate))
         assert optimizer.decay is not None
-        pairs = optimizer.decay.pairs()
-        scale = HOLD  # there are more zeros than the ramp asks for, or the learning rate is 0
-        if tau and rate and math.isfinite(tau):
-            lowest = min(p for p, lam in pairs if lam)
-            speed = _SHARE_OF_UPDATE["below 1" if lowest < 1 else "from 1 on"] * update
-            # Above p = 1 the pull grows with the weight. It is set at the typical weight that
-            # remains: set at tau, it would grow without bound on these as tau falls to zero.
-            large = max(tau, typical)
-            pull: float = sum(lam * (large if p > 1 else tau) ** (p - 1) for p, lam in pairs)
-            scale = max(speed / (rate * pull), HOLD)
-        optimizer.decay_scale.assign(scale)
+        scale = pull_scale(
+            optimizer.decay.pairs(),
+            tau=tau,  # 0 if there are more zeros than the ramp asks for
+            typical=typical,
+            update=update,
+            pull=1.0,
+            rate=rate,
+        )
+        optimizer.decay_scale.assign(max(scale, HOLD))
 
 
 def _steps(optimizer: PNormDecay) -> int:
