@@ -148,8 +148,14 @@ def sparsity(
             raise TypeError(f"optimizer must be a torch optimizer, got {type(inner).__name__}")
         complete_groups(inner)
     layers = []
+    decaying = {
+        param
+        for group in (inner.param_groups if inner else [])
+        if "decay" in group
+        for param in decayed_params(group)
+    }
     for param, owners in owners_of(model):
-        decayed = _is_decayed(param, inner) if inner else decays_by_default(param, owners)
+        decayed = param in decaying if inner else decays_by_default(param, owners)
         layers.append(_count(param, owners, threshold, decayed))
     if not layers:
         raise ValueError(f"nothing to count: {type(model).__name__} has no parameters")
@@ -228,13 +234,6 @@ def _count(
 
 def _all_zero(is_zero: Tensor) -> tuple[int, ...]:
     return tuple(is_zero.all(dim=1).nonzero().flatten().tolist())
-
-
-def _is_decayed(param: Tensor, optimizer: Optimizer) -> bool:
-    return any(
-        "decay" in group and any(param is other for other in decayed_params(group))
-        for group in optimizer.param_groups
-    )
 
 
 def _check_model(function: str, model: object) -> None:

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Adam, Optimizer
 
-from pdecay._core.group_settings import Group, decayed_params, penalty_of, scale_of
+from pdecay._core.group_settings import Group, decays, penalty_of, scale_of
 from pdecay._core.parameters import decays_by_default, frozen_in, owners_of
 from pdecay._core.penalty import Penalty, magnitude
 from pdecay._optim.attachment import complete_groups, is_decaying
@@ -304,9 +304,8 @@ def _decaying(optimizer: Optimizer) -> Iterator[tuple[Tensor, float, Group, Pena
         penalty = penalty_of(group)
         if penalty is None:
             continue
-        decayed = decayed_params(group)
         for i, param in enumerate(group["params"]):
-            if any(param is other for other in decayed):
+            if decays(param, group):
                 yield param, scale_of(param, i, group), group, penalty
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pdecay._core.group_settings import Group, decayed_params
+from pdecay._core.group_settings import Group, decayed_params, decays
 from pdecay._core.ramp import check_target
 from pdecay._sparsity.metric import Rank, adaptive_scores, ranked_squares
 from pdecay._sparsity.ranking import count_zeros, kth_magnitude, zero_smallest_
@@ -192,9 +192,8 @@ def steered(group: Group, trained: Trained = _UNKNOWN) -> Iterator[tuple[int, Te
     """
     if not group.get("decay"):  # also a new group that attach has not completed yet
         return
-    decayed = set(decayed_params(group))
     for i, param in enumerate(group["params"]):
-        if param in decayed and trained.get(param, param.requires_grad) and param.numel():
+        if decays(param, group) and trained.get(param, param.requires_grad) and param.numel():
             yield i, param
 
 
