@@ -178,10 +178,10 @@ def test_doctor_hint_is_not_an_error(run_cli, in_project):
         ("my_project/training.py:build", "give the module's name, such as my_project.training"),
         (".relative:build", "cannot import '.relative'"),
         ("users_module:missing", "'users_module' has no 'missing'"),
-        ("users_module:number", "must be a function, got a int"),
+        ("users_module:number", "must be a function, got int"),
         ("users_module:needs", "failed: TypeError: needs() missing 1 required"),
         ("users_module:fails", "failed: ValueError: two lines ("),
-        ("users_module:nothing", "must return (model, optimizer), got a NoneType"),
+        ("users_module:nothing", "must return (model, optimizer), got NoneType"),
         ("users_module:strings", "must return (model, optimizer): doctor needs a torch.nn.Module"),
     ],
 )

@@ -130,5 +130,5 @@ def call(target: str) -> Any:
 
 
 def kind(value: object) -> str:
-    """Return a value's type for an error message."""
-    return f"a {type(value).__name__}"
+    """Return the name of a value's type, for an error message."""
+    return type(value).__name__

@@ -221,7 +221,7 @@ def test_export_writes_onnx_sparse_and_dense_files(run_cli, project):
         (["compact", "users_model:dead", "--out", "folder.pt2"], "--out: 'folder.pt2' is a folder"),
         (["compact", "users_model"], "expected MODULE:FUNCTION"),
         (["compact", "users_model:nothing"], "must return (model, example_inputs), got"),
-        (["compact", "users_model:strings"], "must return a torch.nn.Module first, got a str"),
+        (["compact", "users_model:strings"], "must return a torch.nn.Module first, got str"),
         (["compact", "users_model:example_is_bad"], "example_inputs must be a tensor, a tuple"),
         (["compact", "users_model:example_does_not_fit"], "does not run on example_inputs"),
         (["compact", "users_model:dead", "--weights", "no.pt"], "No such file"),
