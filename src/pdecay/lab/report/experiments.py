@@ -191,7 +191,8 @@ class Experiment:
         """Return the title and the number of runs and settings."""
         runs = len(self.runs) + len(self.failed)
         line = f"{self.title}: {runs} run{'s' * (runs != 1)}"
-        return f"{line}, {len(self.means)} settings" if self.has_seeds else line
+        settings = len(self.means)
+        return f"{line}, {settings} setting{'s' * (settings != 1)}" if self.has_seeds else line
 
     @cached_property
     def _best_accuracy(self) -> float:
