@@ -112,7 +112,7 @@ def group_with_settings(group: Group, defaults: Defaults) -> Group:
 
 
 def check_changes(group: Group) -> None:
-    """Check the settings that are often changed between steps, or raise TypeError or ValueError.
+    """Raise TypeError or ValueError if a setting was changed to an invalid value between steps.
 
     "decay" is checked by :func:`penalty_of`, learning rates in the step.
     """
@@ -245,7 +245,7 @@ def complete_checkpoint(state_dict: dict[str, Any], groups: list[Group]) -> dict
 
 
 def _check_split(saved: object, current: object) -> None:
-    """Raise ValueError if a tensor that decays now did not decay in the checkpoint, or reversely.
+    """Raise ValueError if a tensor that decays now did not in the checkpoint, or vice versa.
 
     Loading by name (torch.distributed.checkpoint) adapts the lists of parameters to the groups of
     the new optimizer, so that their lengths tell nothing. Other lengths are those of other models,

@@ -107,8 +107,8 @@ def _check_zero_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[Find
         yield Finding(
             "error",
             f"all zero, and zero is a fixed point for p < 2, so they never move: {_list(frozen)}",
-            "do not decay them (as pdecay.param_groups does, or by its exclude=...), or initialise "
-            "them with other values",
+            "exclude them from the decay (pdecay.param_groups does, or name them in its exclude=), "
+            "or initialise them with other values",
         )
 
 

@@ -112,7 +112,7 @@ def zero_keeping_groups(optimizer: Optimizer, caller: str) -> list[Group]:
 
 
 def _check_rates(optimizer: Optimizer, caller: str) -> None:
-    """Raise ValueError if a learning rate of 0 of the decay's own turns it off.
+    """Raise ValueError if the decay has its own learning rate and this is 0.
 
     A step at ``group["lr"]`` = 0 is no problem: it moves no weight.
     """

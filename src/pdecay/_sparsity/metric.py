@@ -77,7 +77,7 @@ def adaptive_scores(param: Tensor, optimizer: Optimizer, factor: float = 1.0) ->
 
 
 def ranked_squares(param: Tensor, optimizer: Optimizer) -> Tensor | None:
-    """Return v if C can rank by the scores of a whole weight without storing them, else None."""
+    """Return v if the C kernel can rank this weight directly from w and v, else None."""
     squares = _squares(param, optimizer) if local_optimizer(optimizer) is optimizer else None
     if squares is None or not passes.supports(param, squares):
         return None
@@ -85,7 +85,7 @@ def ranked_squares(param: Tensor, optimizer: Optimizer) -> Tensor | None:
 
 
 def with_gradients(owners: Mapping[Tensor, Optimizer], known: Iterable[Tensor] = ()) -> set[Tensor]:
-    """Return the tensors that have had a gradient; all of them if that is known of none.
+    """Return the tensors that have had a gradient; return all if none is known to have had one.
 
     Args:
         owners: the tensors, with their optimizers.
@@ -122,7 +122,7 @@ def factors_of_young(owners: Mapping[Tensor, Optimizer]) -> dict[Tensor, float]:
 
 
 def create_squares(params: Iterable[Tensor], optimizer: Optimizer) -> None:
-    """Create missing squares of weights that have other state.
+    """Create the mean of squared gradients for weights whose state lacks it.
 
     torch.distributed.checkpoint loads no state that does not exist yet. It creates missing state by
     a step, but not for an optimizer that has some: Adagrad creates its own at the start.
@@ -191,7 +191,7 @@ def _share_of_v(param: Tensor, group: Group, optimizer: Optimizer) -> float:
 
 
 def _on_all_ranks(number: float, param: Tensor, optimizer: Optimizer) -> float:
-    """Return a number that is 0 on ranks of a ZeroRedundancyOptimizer without a weight's state."""
+    """Return a number that only the rank with the weight's state knows; the others give 0."""
     if local_optimizer(optimizer) is optimizer:
         return number
     total = torch.tensor([number], dtype=torch.float32, device=param.device)

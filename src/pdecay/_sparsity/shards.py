@@ -53,7 +53,7 @@ def global_index(tensor: Tensor, dim: int) -> Tensor:
 
 
 def gather(local: Tensor, like: Tensor) -> Tensor:
-    """Return the whole of which `local` is the part on this rank, sharded as `like` is."""
+    """Assemble a whole tensor from the local parts of all ranks; it is sharded as `like` is."""
     if not groups_of(like):
         return local
     from torch.distributed.tensor import DTensor

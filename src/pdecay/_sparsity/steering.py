@@ -19,9 +19,9 @@ Optimizers = Sequence[Optimizer]
 
 
 class Steering:
-    """What is known of the parameters of some optimizers, which are passed to each method.
+    """The selection of the parameters to steer, among those of a list of optimizers.
 
-    It has no reference to the optimizers, which would be a cycle.
+    Each method takes the optimizers, because references to them would form a cycle.
 
     Args:
         target: the share of zeros.
@@ -48,7 +48,7 @@ class Steering:
                     self._at_last_step[param] = before[param]
 
     def trained(self, optimizers: Optimizers) -> dict[Tensor, bool]:
-        """Return whether parameters required a gradient at the last step of their optimizer."""
+        """Return for each parameter if it required a gradient at its optimizer's last step."""
         trained: dict[Tensor, bool] = {}
         if len(optimizers) > 1:  # some may not have stepped since a checkpoint was loaded
             for group in groups_of(optimizers):

@@ -7,7 +7,7 @@ them from another.
     group["target_step"]       the number of optimizer steps
     group["target_update"]     the running size of the optimizer's update of one weight
     group["target_magnitude"]  the mean magnitude of the nonzero weights
-    group["target_stepped"]    1 if this optimizer of a list took the step that others still have to
+    group["target_stepped"]    1 if this optimizer took the current step, and others did not yet
     group["target_initial"]    for each parameter, its zeros when it joined the ramp; -1 before
     group["target_means"]      for each parameter, the mean of |w|^update_power; 0 if unknown
 """
@@ -116,9 +116,10 @@ def save_in(groups: Iterable[Group], **state: float) -> None:
 def result_of_ramp(
     groups: Iterable[Group], target: float, targets: Mapping[Tensor, float]
 ) -> tuple[int, float, int]:
-    """Count the zeros of the weights that took part in the ramp, those asked for, and the weights.
+    """Return three counts for the weights in the ramp: zeros, zeros asked for, and all weights.
 
-    Parameters that joined after the end do not count. `targets` has those with one of their own.
+    Parameters that joined after the end do not count. `targets` has the targets of parameters with
+    one of their own.
     """
     params = [
         param

@@ -317,7 +317,7 @@ def _fixed_tensors(model: nn.Module) -> dict[str, str]:
 
 
 def _unused_modules(model: nn.Module, trace: Trace) -> Iterator[str]:
-    """Yield the names of modules with parameters of which the recorded run read none."""
+    """Yield the names of modules whose own parameters the recorded run did not read."""
     used = {value.name for call in trace.calls for value in call.ins}
     first_names = {id(param): name for name, param in model.named_parameters()}
     for name, module in model.named_modules():

@@ -92,7 +92,7 @@ class Fitting:
         return None
 
     def _without_needless(self, attempt: _Attempt, candidates: Attributes) -> _Attempt:
-        """Leave out attributes that do not help: they hold an equal number of something else."""
+        """Leave out attributes that do not help: they are equal to the size only by chance."""
         names = dict.fromkeys(name for _, name in candidates)
         for name in names if len(names) > 1 else ():
             fewer = {key: size for key, size in candidates.items() if key[1] != name}

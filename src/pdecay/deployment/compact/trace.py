@@ -305,7 +305,7 @@ class _Recorder(TorchDispatchMode):
             if module._forward_hooks:
                 show: Any = self._show
                 hooks.append(module.register_forward_hook(show, prepend=True, with_kwargs=True))
-            if any(map(_is_own_hook, module._forward_pre_hooks.values())):
+            if any(map(_is_user_hook, module._forward_pre_hooks.values())):
                 show = self._show
                 hooks.append(module.register_forward_pre_hook(show, with_kwargs=True))
             hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
@@ -347,8 +347,8 @@ class _Recorder(TorchDispatchMode):
         return value
 
 
-def _is_own_hook(hook: Any) -> bool:
-    """Return whether a hook may read a layer's input, unlike torch's own, which set its weight."""
+def _is_user_hook(hook: Any) -> bool:
+    """Return whether a hook may read a layer's input; hooks of torch.nn.utils only set weights."""
     kinds = type(hook).__mro__
     return not any(kind.__module__.startswith("torch.nn.utils.") for kind in kinds)
 

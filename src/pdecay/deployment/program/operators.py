@@ -215,7 +215,7 @@ def unfold(image: Tensor, *args: Sequence[int]) -> Any:
 
 
 def divide(operator: OpOverload) -> Callable[..., Any]:
-    """Return a division that checks integers: the processor traps at the smallest over -1."""
+    """Return a division that checks integers: the processor traps at INT_MIN / -1."""
 
     def run(x: Tensor, y: Tensor | complex, *, rounding_mode: str | None) -> Any:
         _check_quotient(x, y)

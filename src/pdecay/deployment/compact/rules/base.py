@@ -174,7 +174,7 @@ def fill_all(values: Iterable[Value], varies: bool) -> None:
 
 
 def uneven_along(value: Value, axes: Iterable[int]) -> Tensor:
-    """Mark all positions of these axes where not all of them have the same constant.
+    """Mark the positions along these axes, except where all of them have the same constant.
 
     Code that fills a tensor up to a size, with zeros for instance, fills other positions for
     inputs of other sizes.
