@@ -79,6 +79,11 @@ def test_wrong_betas_are_an_error(betas):
         pdecay.PAdam(make_model().parameters(), betas=betas)
 
 
+def test_parameters_in_place_of_the_model_are_an_error():
+    with pytest.raises(TypeError, match="got generator: pass the model, not its parameters"):
+        pdecay.param_groups(make_model().parameters())
+
+
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), make_model()])
 def test_model_instead_of_parameters_is_an_error(model):
     with pytest.raises(TypeError, match=r"pass model\.parameters\(\) or pdecay\.param_groups"):

@@ -74,7 +74,10 @@ def param_groups(
         [2, 4]
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"param_groups needs a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"param_groups needs a torch.nn.Module, got {type(model).__name__}: pass the model, "
+            "not its parameters"
+        )
     check_not_flattened(model.parameters())
     penalty = as_penalty(decay)
     excluded, included = _patterns("exclude", exclude), _patterns("include", include)
