@@ -177,17 +177,11 @@ def _pruning(
         squares = jax.tree.map(_mean_square, state.squares, gradients) if is_adaptive else ()
 
         def prune() -> list[jax.Array]:
-            size = sum(w.size for w in weights)
-            counts = [round(share * size) for share in shares]
-            rests = [share * size - count for share, count in zip(shares, counts, strict=True)]
             ranked = takes_part
             if is_adaptive:
                 v = jax.tree.leaves(squares)
                 ranked = _with_gradients(takes_part, v, is_last=stage == len(steps) - 1)
-            spared = sum(w.size * ~part for w, part in zip(weights, ranked, strict=True))
-            # The whole numbers are exact; the small rest makes it one rounding, not two.
-            fewer = jnp.round(jnp.array(shares)[stage] * spared - jnp.array(rests)[stage])
-            asked = jnp.array(counts, jnp.int32)[stage] - fewer.astype(jnp.int32)
+            asked = _count_at(shares, stage, weights, ranked)
             moved = [w + u for w, u in zip(weights, moves, strict=True)]
             zeros = [
                 zero | (new.astype(w.dtype) == 0)
@@ -210,6 +204,19 @@ def _pruning(
         return jax.tree.unflatten(structure, new), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _count_at(
+    shares: list[float], stage: jax.Array, weights: list[jax.Array], ranked: list[jax.Array]
+) -> jax.Array:
+    """Return the number of zeros at a stage: its share of the weights in ranked tensors."""
+    size = sum(w.size for w in weights)
+    counts = [round(share * size) for share in shares]
+    rests = [share * size - count for share, count in zip(shares, counts, strict=True)]
+    spared = sum(w.size * ~part for w, part in zip(weights, ranked, strict=True))
+    # The whole numbers are exact; the small rest makes it one rounding, not two.
+    fewer = jnp.round(jnp.array(shares)[stage] * spared - jnp.array(rests)[stage])
+    return jnp.array(counts, jnp.int32)[stage] - fewer.astype(jnp.int32)
 
 
 def _mean_square(mean: jax.Array, gradient: jax.Array) -> jax.Array:

@@ -151,7 +151,6 @@ def _deployed(
         except Exception as failure:  # such as next(self.parameters()) without dense layers
             reason = f"{type(failure).__name__}: {failure}".removesuffix(": ")
             notes.append(f"not sparse: the model does not run with sparse layers ({reason})")
-
     say(0.5, "comparing outputs")
     changed: dict[Choice, nn.Module] = {
         name: one for name, one in models.items() if name != "dense"
