@@ -12,6 +12,7 @@ from pdecay import (
     Every,
     Lp,
     PAdam,
+    PSchedule,
     SparsityTarget,
     attach,
     freeze_zeros,
@@ -228,6 +229,15 @@ def test_settings_that_would_release_the_zeros_are_refused(change, message, step
     with pytest.raises(ValueError, match=message):
         train(model, optimizer, target, step + 1, start=step)
     assert zero_share(weights(model)) == before
+
+
+def test_schedule_of_p_that_releases_zeros_is_refused():
+    model = build()
+    optimizer = padam(model, Lp(0.8, 1))
+    target = SparsityTarget(optimizer, 0.9, STEPS)
+    PSchedule(optimizer, [(0, 2.0)])
+    with pytest.raises(ValueError, match="SparsityTarget: zero is a fixed point only for some p"):
+        train(model, optimizer, target)
 
 
 def test_learning_rate_function_that_turns_the_decay_off_is_refused():

@@ -35,7 +35,7 @@ def freeze_zeros(optimizer: Optimizer | Sequence[Optimizer]) -> None:
             "freeze_zeros: no parameter group decays (decay=None), and only the decay keeps zeros "
             "at zero; give the optimizer a decay, such as Lp(1, 1e-2)"
         )
-    hold_zeros(optimizers)
+    hold_zeros(optimizers, "freeze_zeros")
     if released := [name for one in optimizers for name in released_in(one)]:
         warn_user(
             f"freeze_zeros: these tensors are all zero, but do not decay, so they do not stay "
@@ -44,10 +44,10 @@ def freeze_zeros(optimizer: Optimizer | Sequence[Optimizer]) -> None:
         )
 
 
-def hold_zeros(optimizers: Sequence[Optimizer]) -> None:
+def hold_zeros(optimizers: Sequence[Optimizer], caller: str) -> None:
     """Keep zeros at zero in optimizers that were checked before."""
     for one in optimizers:
-        for group in zero_keeping_groups(one, "freeze_zeros"):
+        for group in zero_keeping_groups(one, caller):
             group["decay_scale"] = HOLD
 
 

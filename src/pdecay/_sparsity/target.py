@@ -344,7 +344,7 @@ class SparsityTarget:
 
     def _hold_zeros(self) -> None:
         """Keep the zeros, without decay of other weights."""
-        hold_zeros(self.optimizers)
+        hold_zeros(self.optimizers, "SparsityTarget")
         if self._lists_scales:
             list_scales(self._groups())
 
