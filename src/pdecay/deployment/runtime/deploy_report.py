@@ -121,8 +121,9 @@ class DeployReport:
         ]
         lines = [*ruled(rows), "", *self._summary()]
         if self.chosen != "sparse":
+            timed = any(layer.sparse_time is not None for layer in self.layers)
             lines.append(
-                "sparse layers were not faster"
+                ("sparse layers were not faster" if timed else "no layer is sparse")
                 + (": the model is dense but smaller" if self.chosen == "smaller" else "")
             )
         if self.removed:
