@@ -378,6 +378,8 @@ def test_random_model_stays_dense(clock):
     deployed = deploy(mostly_zero(Noisy(), 0.6), torch.randn(3, 8))
     assert deployed.report.chosen == "dense"
     assert "not sparse: its outputs differ" in str(deployed.report)
+    assert "not faster" not in str(deployed.report)
+    assert {layer.why for layer in deployed.report.layers} == {"the sparse model fails"}
 
 
 def test_model_with_different_outputs_is_not_deployed(clock, monkeypatch):

@@ -121,11 +121,8 @@ class DeployReport:
         ]
         lines = [*ruled(rows), "", *self._summary()]
         if self.chosen != "sparse":
-            timed = any(layer.sparse_time is not None for layer in self.layers)
-            lines.append(
-                ("sparse layers were not faster" if timed else "no layer is sparse")
-                + (": the model is dense but smaller" if self.chosen == "smaller" else "")
-            )
+            smaller = ": the model is dense but smaller" if self.chosen == "smaller" else ""
+            lines.append(f"no layer is sparse{smaller}")
         if self.removed:
             lines.append(f"{_plural(self.removed, 'dead unit')} removed")
         if self.folded:

@@ -174,10 +174,9 @@ def _deployed(
     if chosen == "dense":  # the result must not share the caller's tensors
         models["dense"] = copy.deepcopy(model).eval().requires_grad_(False)
     if chosen != "sparse":
+        why = "the whole model is not faster" if "sparse" in models else "the sparse model fails"
         layers = [
-            replace(one, choice="dense", why="the whole model is not faster")
-            if one.choice == "sparse"
-            else one
+            replace(one, choice="dense", why=why) if one.choice == "sparse" else one
             for one in layers
         ]
     deployed = models[chosen]
