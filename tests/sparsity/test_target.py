@@ -18,34 +18,12 @@ from pdecay import (
     freeze_zeros,
     param_groups,
 )
-
-STEPS = 60
-
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 4))
-
-
-def train(model, optimizer, target, steps=STEPS, start=0):
-    for step in range(start, steps):
-        torch.manual_seed(step)
-        x = torch.randn(32, 16)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
-        optimizer.step()
-
-
-def weights(model):
-    return [param for param in model.parameters() if param.ndim >= 2]
+from tests.sparsity import training
+from tests.sparsity.training import STEPS, build, padam, train, weights
 
 
 def zero_share(params):
     return sum(int((w == 0).sum()) for w in params) / sum(w.numel() for w in params)
-
-
-def padam(model, decay):
-    return PAdam(param_groups(model), lr=1e-2, decay=decay)
 
 
 def psgd(model, decay):
@@ -75,7 +53,7 @@ def test_ends_at_the_target(make, decay, asked):
     model = build()
     optimizer = make(model, decay)
     target = SparsityTarget(optimizer, asked, STEPS)
-    train(model, optimizer, target)
+    train(model, optimizer)
     one_weight = 1 / sum(w.numel() for w in weights(model))
     assert zero_share(weights(model)) == pytest.approx(asked, abs=one_weight)
     assert target.sparsity == zero_share(weights(model))
@@ -85,7 +63,8 @@ def test_ends_at_the_target(make, decay, asked):
 def test_norms_and_biases_are_not_pruned():
     model = build()
     optimizer = padam(model, Lp(0.8, 1))
-    train(model, optimizer, SparsityTarget(optimizer, 0.95, STEPS))
+    SparsityTarget(optimizer, 0.95, STEPS)
+    train(model, optimizer)
     assert all(zero_share([p]) == 0 for p in model.parameters() if p.ndim < 2)
 
 
@@ -95,7 +74,7 @@ def test_follows_the_ramp_and_keeps_the_zeros():
     target = SparsityTarget(optimizer, 0.8, STEPS, start=0.1, end=0.5)
     seen = []
     for step in range(STEPS):
-        train(model, optimizer, target, steps=step + 1, start=step)
+        train(model, optimizer, steps=step + 1, start=step)
         seen.append(target.sparsity)
     assert seen[: STEPS // 10] == [0] * (STEPS // 10)
     assert all(later >= earlier for earlier, later in itertools.pairwise(seen))
@@ -106,8 +85,8 @@ def test_follows_the_ramp_and_keeps_the_zeros():
 def test_no_decay_after_the_ramp():
     model = build()
     optimizer = padam(model, Lp(0.8, 1))
-    target = SparsityTarget(optimizer, 0.5, STEPS)
-    train(model, optimizer, target)
+    SparsityTarget(optimizer, 0.5, STEPS)
+    train(model, optimizer)
     before = copy.deepcopy(model)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
@@ -125,7 +104,8 @@ def test_ranks_globally_or_per_layer():
         with torch.no_grad():
             model[3].weight.mul_(20)  # large weights are kept by a common ranking
         optimizer = padam(model, Lp(0.8, 1))
-        train(model, optimizer, SparsityTarget(optimizer, 0.75, STEPS, per_layer=per_layer))
+        SparsityTarget(optimizer, 0.75, STEPS, per_layer=per_layer)
+        train(model, optimizer)
         shares[per_layer] = [zero_share([w]) for w in weights(model)]
     assert shares[False][0] > 0.85
     assert shares[False][1] < 0.25
@@ -136,7 +116,8 @@ def test_layers_can_have_their_own_targets():
     model = build()
     optimizer = padam(model, Lp(0.8, 1))
     first, last = weights(model)
-    train(model, optimizer, SparsityTarget(optimizer, 0.9, STEPS, per_layer={last: 0.25}))
+    SparsityTarget(optimizer, 0.9, STEPS, per_layer={last: 0.25})
+    train(model, optimizer)
     assert zero_share([last]) == pytest.approx(0.25, abs=0.01)
     assert zero_share([first]) == pytest.approx(0.9, abs=0.01)
 
@@ -146,7 +127,8 @@ def test_floor_is_kept_and_the_target_is_met():
     with torch.no_grad():
         model[3].weight.mul_(1e-3)  # a common ranking would remove all of it first
     optimizer = PSGD(model.parameters(), lr=1e-4, decay=Lp(0.8, 1))
-    train(model, optimizer, SparsityTarget(optimizer, 0.6, STEPS, floor=0.3))
+    SparsityTarget(optimizer, 0.6, STEPS, floor=0.3)
+    train(model, optimizer)
     assert zero_share([model[3].weight]) == pytest.approx(0.7, abs=0.01)
     assert zero_share(weights(model)) == pytest.approx(0.6, abs=0.01)
 
@@ -222,22 +204,22 @@ def test_decay_with_a_learning_rate_of_0_is_refused(steer):
 def test_settings_that_would_release_the_zeros_are_refused(change, message, step):
     model = build()
     optimizer = padam(model, Lp(0.8, 1))
-    target = SparsityTarget(optimizer, 0.9, STEPS)
-    train(model, optimizer, target, step)
+    SparsityTarget(optimizer, 0.9, STEPS)
+    train(model, optimizer, step)
     before = zero_share(weights(model))
     optimizer.param_groups[0].update(change)
     with pytest.raises(ValueError, match=message):
-        train(model, optimizer, target, step + 1, start=step)
+        train(model, optimizer, step + 1, start=step)
     assert zero_share(weights(model)) == before
 
 
 def test_schedule_of_p_that_releases_zeros_is_refused():
     model = build()
     optimizer = padam(model, Lp(0.8, 1))
-    target = SparsityTarget(optimizer, 0.9, STEPS)
+    SparsityTarget(optimizer, 0.9, STEPS)
     PSchedule(optimizer, [(0, 2.0)])
     with pytest.raises(ValueError, match="SparsityTarget: zero is a fixed point only for some p"):
-        train(model, optimizer, target)
+        train(model, optimizer)
 
 
 def test_learning_rate_function_that_turns_the_decay_off_is_refused():
@@ -245,25 +227,25 @@ def test_learning_rate_function_that_turns_the_decay_off_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attach(optimizer, Lp(0.8, 1), lr=lambda group: rate[0])
     target = SparsityTarget(optimizer, 0.9, STEPS)
-    train(model, optimizer, target, 20)
+    train(model, optimizer, 20)
     before = target.sparsity
     rate[0] = 0.0
     with pytest.raises(ValueError, match="only the decay keeps zeros at zero"):
-        train(model, optimizer, target, 21, start=20)
+        train(model, optimizer, 21, start=20)
     assert target.sparsity == before
     optimizer.param_groups[0]["lr"] = 0.0  # such a step moves no weight
-    train(model, optimizer, target, 21, start=20)
+    train(model, optimizer, 21, start=20)
     assert target.last_step == 21
 
 
 def test_parameters_that_were_replaced_are_missed_in_per_layer():
     model = build()
     optimizer = padam(model, Lp(0.8, 1))
-    target = SparsityTarget(optimizer, 0.9, STEPS, per_layer={model[0].weight: 0.5})
+    SparsityTarget(optimizer, 0.9, STEPS, per_layer={model[0].weight: 0.5})
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())  # as sharding does
     optimizer.param_groups[0]["params"][0] = model[0].weight
     with pytest.raises(RuntimeError, match="create the target after it, with the new ones"):
-        train(model, optimizer, target)
+        train(model, optimizer)
 
 
 @pytest.mark.parametrize("options", [{}, {"per_layer": True, "pull": 1.0}])
@@ -271,12 +253,12 @@ def test_turning_the_decay_off_after_the_ramp_is_refused(options):
     model = build()
     optimizer = padam(model, Lp(0.8, 1))
     target = SparsityTarget(optimizer, 0.9, STEPS, **options)
-    train(model, optimizer, target, STEPS - 1)
+    train(model, optimizer, STEPS - 1)
     for group in optimizer.param_groups:
         group["decay_scale"] = 0.0
     before = target.sparsity
     with pytest.raises(ValueError, match="decay_scale was set to 0"):
-        train(model, optimizer, target, STEPS, start=STEPS - 1)
+        train(model, optimizer, STEPS, start=STEPS - 1)
     assert target.sparsity == before
 
 
@@ -289,9 +271,9 @@ def test_zeros_that_were_frozen_stay_zero_before_the_ramp(rank):
     zeros = [weight == 0 for weight in weights(model)]
     optimizer = padam(model, Lp(0.8, 1))
     freeze_zeros(optimizer)
-    target = SparsityTarget(optimizer, 0.9, STEPS, rank=rank)
+    SparsityTarget(optimizer, 0.9, STEPS, rank=rank)
     for step in range(STEPS):
-        train(model, optimizer, target, step + 1, start=step)
+        train(model, optimizer, step + 1, start=step)
         assert all(bool((w[z] == 0).all()) for w, z in zip(weights(model), zeros, strict=True))
     assert zero_share(weights(model)) == pytest.approx(0.9, abs=1e-3)
 
@@ -302,7 +284,7 @@ def test_checkpoint_without_a_target_warns_if_the_ramp_starts_over():
     without = copy.deepcopy(optimizer.state_dict())
     target = SparsityTarget(optimizer, 0.9, STEPS)
     optimizer.load_state_dict(without)  # the usual order: nothing is lost
-    train(model, optimizer, target, 20)
+    train(model, optimizer, 20)
     with pytest.warns(UserWarning, match="its ramp starts over after 20 steps"):
         optimizer.load_state_dict(without)
     assert target.last_step == 0
@@ -311,16 +293,17 @@ def test_checkpoint_without_a_target_warns_if_the_ramp_starts_over():
 def test_lost_zeros_are_reported_after_a_resume_past_the_ramp():
     model = build()
     optimizer = padam(model, Lp(0.8, 1))
-    train(model, optimizer, SparsityTarget(optimizer, 0.9, STEPS))
+    SparsityTarget(optimizer, 0.9, STEPS)
+    train(model, optimizer)
     resumed = padam(model, Lp(0.8, 1))
     resumed.load_state_dict(optimizer.state_dict())
-    target = SparsityTarget(resumed, 0.9, STEPS)
-    train(model, resumed, target, STEPS + 2, start=STEPS)
+    SparsityTarget(resumed, 0.9, STEPS)
+    train(model, resumed, STEPS + 2, start=STEPS)
     with torch.no_grad():
         model[0].weight += 0.1
     with pytest.warns(UserWarning, match="weights that were zero are not zero any more") as caught:
-        train(model, resumed, target, STEPS + 3, start=STEPS + 2)
-    assert caught[0].filename == __file__
+        train(model, resumed, STEPS + 3, start=STEPS + 2)
+    assert caught[0].filename == training.__file__
 
 
 def test_existing_zeros_count():
@@ -330,7 +313,7 @@ def test_existing_zeros_count():
     optimizer = padam(model, Lp(0.8, 1))
     target = SparsityTarget(optimizer, 0.6, STEPS)
     assert target.sparsity == pytest.approx(0.2)
-    train(model, optimizer, target)
+    train(model, optimizer)
     assert target.sparsity == pytest.approx(0.6, abs=0.01)
 
 
@@ -343,14 +326,14 @@ def test_resume_from_file_is_exact(make, stop, tmp_path):
         return model, optimizer, SparsityTarget(optimizer, 0.9, STEPS)
 
     parts = fresh()
-    train(*parts, steps=stop)
+    train(*parts[:2], steps=stop)
     torch.save([part.state_dict() for part in parts], tmp_path / "checkpoint")
-    train(*parts, start=stop)
+    train(*parts[:2], start=stop)
     resumed = fresh()
     saved = torch.load(tmp_path / "checkpoint", weights_only=True)
     for part, state in zip(resumed, saved, strict=True):
         part.load_state_dict(state)
-    train(*resumed, start=stop)
+    train(*resumed[:2], start=stop)
     for a, b in zip(parts[0].parameters(), resumed[0].parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -443,15 +426,15 @@ def test_decay_that_releases_frozen_zeros_is_refused(make, decay):
         model[0].weight[:8] = 0
     optimizer = make(model, Lp(0.8, 1))
     freeze_zeros(optimizer)
-    train(model, optimizer, None, 2)
+    train(model, optimizer, 2)
     before = [param.detach().clone() for param in model.parameters()]
     group = optimizer.param_groups[0]
     group["decay"] = decay
     with pytest.raises(ValueError, match=r"keeps zeros at zero \(freeze_zeros"):
-        train(model, optimizer, None, 3, start=2)
+        train(model, optimizer, 3, start=2)
     assert all(map(torch.equal, before, model.parameters()))
     group["decay_scale"] = 1.0
-    train(model, optimizer, None, 3, start=2)
+    train(model, optimizer, 3, start=2)
     assert bool((model[0].weight[:8] != 0).any())
 
 
