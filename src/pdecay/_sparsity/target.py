@@ -285,7 +285,6 @@ class SparsityTarget:
         is_late = _has_stepped(optimizer)  # another optimizer of the list skipped the last step
         if is_late:
             self._advance()
-        # Without a pull, the measurement only finds out whether the step was finite.
         step = self.last_step + 1
         if step <= self._end:
             # The first step after a stage has new means: the stage removed the smallest weights.
@@ -293,6 +292,7 @@ class SparsityTarget:
             self._updates.before_step(optimizer, refresh=refresh)
         if (step - self._begin) % self._every == 0:
             self._watch.check(_steered_params(optimizer), step)
+        # Without a pull, the measurement only finds out whether the step was finite.
         if self._is_stage(step) or (self.pull and self._begin <= step <= self._end):
             self._probes.before_step(optimizer, _steered_params(optimizer))
         return is_late
