@@ -63,6 +63,7 @@ class TestChoice:
         with pytest.warns(RuntimeWarning, match="complex64") as caught:
             optimizer.step()
         assert len(caught) == 2  # the C kernel, then torch.compile
+        assert {warning.filename for warning in caught} == {__file__}
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             optimizer.step()

@@ -7,7 +7,6 @@ every tensor. If a kernel is not available, the next one is used, and one warnin
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -19,6 +18,7 @@ from torch import Tensor
 from pdecay._core.tensors import is_tracing
 from pdecay._optim.kernels import native
 from pdecay._optim.kernels.layout import all_on_cpu, are_contiguous, is_readable
+from pdecay._utils.user_warnings import warn_user
 
 KernelName = Literal["native", "compiled"]
 
@@ -123,4 +123,4 @@ def _is_on_cuda(tensor: Tensor) -> bool:
 def _warn_once(reason: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
-        warnings.warn(f"{reason}; falling back to a slower path", RuntimeWarning, stacklevel=2)
+        warn_user(f"{reason}; falling back to a slower path", RuntimeWarning)
