@@ -96,6 +96,12 @@ class TestMismatches:
         with pytest.raises(FileNotFoundError):
             load(path.with_name("missing"))
 
+    def test_swapped_arguments_raise(self, path):
+        with pytest.raises(TypeError, match=r"path is a Linear: .* save\(model, path\)"):
+            save(path, nn.Linear(3, 4))
+        with pytest.raises(TypeError, match=r"path is a Linear: .* load\(path, model\)"):
+            load(nn.Linear(3, 4), path)
+
 
 def test_model_with_extra_state_loads_by_load_state_dict(path):
     """The tensors of such a state dict are copies, so they cannot be filled in place."""

@@ -100,6 +100,7 @@ def save(
         True
     """
     check_byte_order()
+    _check_order("save(model, path)", path)
     path = Path(path)
     if isinstance(model, nn.Module) and is_pretrained_model(model):
         if path.suffix != ".safetensors":
@@ -192,6 +193,7 @@ def load(
         ValueError: if the file does not fit the model.
     """
     check_byte_order()
+    _check_order("load(path, model)", path)
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"load needs a torch.nn.Module, got {type(model).__name__}")
     if model is not None and (trusted or max_bytes is not None):
@@ -249,6 +251,13 @@ def _save_folder(
             "the sparse ones, without an error; delete the files, or save to another folder"
         )
     return report
+
+
+def _check_order(signature: str, path: object) -> None:
+    """Raise a TypeError if the model was passed in the place of the path."""
+    if isinstance(path, nn.Module | Mapping):
+        kind = type(path).__name__
+        raise TypeError(f"the path is a {kind}: the order of the arguments is {signature}")
 
 
 def _collect(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor | str]:
