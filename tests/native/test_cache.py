@@ -84,6 +84,14 @@ def test_user_without_home_creates_no_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_relative_cache_is_not_used(tmp_path, monkeypatch):
+    """It may be in a folder with files of others, such as one that was unpacked from an archive."""
+    (tmp_path / "cache" / "kernels").mkdir(mode=0o700, parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PDECAY_CACHE", "cache")
+    assert build._cache_folder() is None
+
+
 def test_relative_cache_in_a_deleted_folder(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
@@ -171,6 +179,70 @@ def test_cache_below_another_users_folder_is_not_used(other_users_folder, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(other_users_folder))
     assert build._cache_folder() is None
     assert not any(other_users_folder.iterdir())  # sudo keeps HOME: a folder of root would stay
+
+
+@pytest.mark.parametrize("variable", ["PDECAY_CACHE", "XDG_CACHE_HOME", "HOME"])
+@pytest.mark.parametrize("place", ["first", "second", "in another"])
+def test_cache_behind_a_link_of_another_user_is_not_used(tmp_path, monkeypatch, variable, place):
+    """It may lead to a folder of this user that was unpacked from an archive of the other one."""
+    if os.getuid() != 0:
+        pytest.skip("only root can create another user's link")
+    unpacked, shared, link = (tmp_path / name for name in ("unpacked", "shared", "link"))
+    below = {"PDECAY_CACHE": ".", "XDG_CACHE_HOME": "pdecay", "HOME": ".cache/pdecay"}[variable]
+    (unpacked / below / "kernels").mkdir(parents=True)
+    shared.mkdir()
+    shared.chmod(0o1777)
+    link.symlink_to(shared / "x")
+    where = {"first": shared / "x", "second": shared / "x" / "..", "in another": link}[place]
+    for name in ("PDECAY_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    target = unpacked / "sub" if place == "second" else unpacked
+    target.mkdir(exist_ok=True)
+    (shared / "x").symlink_to(target)
+    monkeypatch.setenv(variable, str(where))
+    folder = unpacked / below / "kernels"
+    mode = folder.stat().st_mode
+    os.lchown(shared / "x", OTHER_USER, OTHER_USER)
+    assert build._cache_folder() is None
+    assert folder.stat().st_mode == mode
+    os.lchown(shared / "x", os.getuid(), -1)
+    assert build._cache_folder() == folder
+
+
+def test_many_links(tmp_path, monkeypatch):
+    """More than the interpreter's recursion limit; another user may have put them into /tmp."""
+    target = tmp_path / "mine"
+    target.mkdir()
+    for i in range(1500):
+        (tmp_path / str(i)).symlink_to(target)
+        target = tmp_path / str(i)
+    monkeypatch.setenv("PDECAY_CACHE", str(target))
+    assert build._cache_folder() is None
+    monkeypatch.setenv("PDECAY_CACHE", str(tmp_path / "9"))
+    assert build._cache_folder() == tmp_path / "mine" / "kernels"
+
+
+def test_folder_replaced_during_its_check(tmp_path, monkeypatch):
+    """A link leads to a private folder, and is replaced by a shared folder of the system."""
+    if os.getuid() != 0:
+        pytest.skip("only root can create another user's folder")
+    for name in ("mine", "moved"):
+        (tmp_path / name / "pdecay" / "kernels").mkdir(mode=0o700, parents=True)
+    (tmp_path / "moved").chmod(0o1777)
+    os.chown(tmp_path / "moved" / "pdecay", OTHER_USER, OTHER_USER)
+    link = tmp_path / "x"
+    link.symlink_to(tmp_path / "mine")
+    look = private_folders._look_at
+
+    def replaced(folder):
+        found = look(folder)
+        if folder == link / "pdecay" and link.is_symlink():
+            link.unlink()
+            (tmp_path / "moved").rename(link)
+        return found
+
+    monkeypatch.setattr(private_folders, "_look_at", replaced)
+    assert not private_folders.is_private(link / "pdecay" / "kernels")
 
 
 @pytest.mark.parametrize("mapped", [True, False])

@@ -6,8 +6,8 @@ ctypes. The library is kept per source, compiler, processor and OpenMP runtime i
 `KernelUnavailable` with a reason of one line; the caller falls back to another implementation.
 `PDECAY_CFLAGS` has further options for the compiler, such as `-march=haswell`.
 
-If the cache is not private (see ``private_folders.py``), is full, or is on a file system that runs
-no code, each process compiles in a temporary folder instead.
+If the cache is not private (see ``private_folders.py``), has a relative path, is full, or is on a
+file system that runs no code, each process compiles in a temporary folder instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import platform
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 import threading
@@ -30,7 +29,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pdecay._native.private_folders import OTHERS_WRITE, are_safe, is_private, read_proc
+from pdecay._native.private_folders import OTHERS_WRITE, create, is_private, read_proc, resolve
 
 __all__ = ["KernelUnavailable", "load"]
 
@@ -360,30 +359,18 @@ def _processor() -> str:
 
 def _cache_folder() -> Path | None:
     """Return the folder of compiled kernels, or None if it is not private or cannot exist."""
-    root = os.environ.get("PDECAY_CACHE")
-    if not root:
-        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        if not os.path.isabs(caches):  # a user without a home folder
-            return None
-        root = os.path.join(caches, "pdecay")
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = os.path.expanduser(os.environ.get("PDECAY_CACHE") or os.path.join(caches, "pdecay"))
+    if not os.path.isabs(root):
+        return None  # no home folder, or the current folder, which may have files of others
     try:
-        folder = Path(os.path.realpath(os.path.expanduser(root)), "kernels")
+        resolved = resolve(root)
+        if resolved is None:
+            return None  # and create nothing in the home of the user who called sudo
+        folder = resolved / "kernels"
         if "$" in str(folder):  # the loader would replace $LIB and $PLATFORM
             return None
-        if not are_safe(path for path in folder.parents if path.exists()):
-            return None  # and create nothing in the home of the user who called sudo
-        for path in (*reversed(folder.parents), folder):
-            path.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if (
-            stat.S_ISDIR(found.st_mode)
-            and found.st_mode & 0o077  # old, and open to others
-            and not found.st_mode & OTHERS_WRITE  # who may have moved files of ours into it
-            and found.st_uid == os.getuid()
-            and are_safe(folder.parents)
-        ):
-            folder.chmod(0o700)
-        return folder if is_private(folder) else None
+        return folder if create(folder) else None
     except OSError:
         return None
 

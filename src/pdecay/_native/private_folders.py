@@ -9,13 +9,64 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ALL_USERS = 2**32 - 1  # the size of the user namespace of the machine itself
 # Root's, also where a user namespace hides their owner.
 _SYSTEM_FOLDERS = ("/", "/home", "/tmp", "/var", "/var/tmp")
+_MOST_LINKS = 40  # as many as Linux follows
+
+
+def resolve(path: str) -> Path | None:
+    """Return a path without its symbolic links; None if another user could lead it elsewhere.
+
+    A link of another user may lead to any folder of ours, such as one with files of that user that
+    we have unpacked. Each folder is checked before a name in it is looked up.
+
+    Args:
+        path: an absolute path. Its last parts may be missing.
+    """
+    here, links = Path("/"), 0
+    names = [*reversed(Path(path).parts)]
+    while names:
+        name = names.pop()
+        if os.path.isabs(name):
+            here = Path("/")
+        elif name == "..":
+            here = here.parent
+        elif (link := here / name).is_symlink():
+            links += 1
+            if links > _MOST_LINKS or not _is_trusted(link.lstat().st_uid, link):
+                return None
+            names += reversed(Path(os.readlink(link)).parts)
+        else:
+            here /= name
+        if here.exists() and not are_safe([here]):
+            return None
+    return here
+
+
+def create(folder: Path) -> bool:
+    """Create a folder and those above it if they are missing; return whether it is private.
+
+    Args:
+        folder: a path from :func:`resolve`, or below one.
+    """
+    for path in (*reversed(folder.parents), folder):
+        path.mkdir(mode=0o700, exist_ok=True)
+    if not are_safe(folder.parents):
+        return False
+    found = folder.lstat()
+    if (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_mode & 0o077  # old, and open to others
+        and not found.st_mode & OTHERS_WRITE  # who may have moved files of ours into it
+        and found.st_uid == os.getuid()
+    ):
+        folder.chmod(0o700)
+    return is_private(folder)
 
 
 def is_private(folder: Path) -> bool:
@@ -24,25 +75,35 @@ def is_private(folder: Path) -> bool:
     Args:
         folder: an absolute path without symbolic links.
     """
+    if not are_safe(folder.parents):
+        return False
     found, provider = _look_at(folder)
     closed = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-    mine = found.st_uid == os.getuid() and provider in _trusted_users()[0]
-    return closed and mine and are_safe(folder.parents)
+    return closed and found.st_uid == os.getuid() and provider in _trusted_users()[0]
 
 
-def are_safe(folders: Iterable[Path]) -> bool:
+def are_safe(folders: Sequence[Path]) -> bool:
     """Return whether no other user can rename our folders in these folders.
 
     A sticky folder such as /tmp is safe: only its owner and the owner of an entry can rename that.
+
+    Args:
+        folders: from the innermost to the outermost. They are checked in the other order: nobody
+            can replace a folder after its check, because the one above it is safe already.
     """
-    trusted, nobody = _trusted_users()
+    trusted, _ = _trusted_users()
     return all(
         stat.S_ISDIR(found.st_mode)
         and provider in trusted
-        and (found.st_uid in trusted or (found.st_uid == nobody and str(folder) in _SYSTEM_FOLDERS))
+        and _is_trusted(found.st_uid, folder)
         and (not found.st_mode & OTHERS_WRITE or found.st_mode & stat.S_ISVTX)
-        for folder, (found, provider) in ((folder, _look_at(folder)) for folder in folders)
+        for folder, (found, provider) in ((folder, _look_at(folder)) for folder in folders[::-1])
     )
+
+
+def _is_trusted(owner: int, path: Path) -> bool:
+    trusted, nobody = _trusted_users()
+    return owner in trusted or (owner == nobody and str(path) in _SYSTEM_FOLDERS)
 
 
 def _look_at(folder: Path) -> tuple[os.stat_result, int | None]:
