@@ -246,6 +246,16 @@ def test_relative_search_paths_are_not_used(tmp_path, variable):
     assert b"../.." not in library.read_bytes()
 
 
+@pytest.mark.parametrize("variable", ["CC", "PDECAY_CFLAGS"])
+def test_relative_options_do_not_lead_to_folders_above_the_cache(tmp_path, variable):
+    """Above a temporary folder is /tmp, where another user may have put files."""
+    (tmp_path / "kernels").mkdir(mode=0o700)
+    (tmp_path / "math.h").write_text("#error foreign header")
+    command = build._compiler()[0] if variable == "CC" else ""
+    value = f"{command} -I. -I.. -I../.. -I../../.."
+    assert run(LOAD, tmp_path, **{variable: value}) == "loaded"
+
+
 @pytest.mark.parametrize("name", [None, "gcc"])
 def test_compiler_in_the_current_folder_is_not_used(tmp_path, monkeypatch, name):
     """Other users may have put it there: an empty part of PATH is the current folder."""

@@ -244,15 +244,16 @@ def _tunings() -> list[tuple[str, ...]]:
 
 
 def _run(command: list[str], folder: str) -> None:
-    """Run the compiler in `folder`, which must be private, with its temporary files.
+    """Run the compiler with its temporary files in `folder`, which must be private.
 
-    The current folder is for options such as `-I.`: the one of the process may belong to others.
+    It runs in the root folder: options such as `-I../../include` must not lead to the files of
+    another user in the current folder of the process, or above a temporary one.
     """
     settings = {**NO_COMPILER_CACHE, "TMPDIR": folder, "LC_ALL": "C"}  # in English
     try:
         done = subprocess.run(
             command,
-            cwd=folder,
+            cwd="/",
             env=_environment() | settings,
             stdin=subprocess.DEVNULL,  # a wrapper of the compiler must not read the user's input
             capture_output=True,
@@ -272,8 +273,8 @@ def _run(command: list[str], folder: str) -> None:
 def _environment() -> dict[str, str]:
     """Return the environment variables, with a `PATH` and no relative parts of `SEARCH_PATHS`.
 
-    Other users may have put files there: `CPATH=:/opt/include` names the current folder, and
-    `CPATH=../../include` is below /tmp for a compiler that runs in a temporary folder.
+    Other users may have put files there: `LD_RUN_PATH=:/opt/lib` names the current folder of each
+    process that loads the library.
     """
     result = {"PATH": os.defpath, **os.environ}
     for name in result.keys() & SEARCH_PATHS:
