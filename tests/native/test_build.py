@@ -283,8 +283,24 @@ def test_processor_without_proc_runs_no_program(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: calls.append(args) or fail())
     monkeypatch.setattr(Path, "read_text", fail)
     monkeypatch.setattr(platform, "_uname_cache", None)
-    assert build._processor() == ""
+    assert build._processor() == os.uname().nodename
     assert not calls
+
+
+@pytest.mark.parametrize("info", ["", "processor : 0\n\nprocessor : 1\n"])
+def test_machines_with_unknown_processors_have_kernels_of_their_own(monkeypatch, info):
+    """They may share a home folder, and one may not have all instructions of the other."""
+    compiler, keys = build._compiler(), set()
+    read = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda path: info if path.name == "cpuinfo" else read(path)
+    )
+    machine = os.uname()
+    for name in ("one", "other"):
+        renamed = os.uname_result((machine.sysname, name, *machine[2:]))
+        monkeypatch.setattr(os, "uname", lambda renamed=renamed: renamed)
+        keys.add(build._key("ranking", compiler, build.NO_RUNTIME))
+    assert len(keys) == 2
 
 
 def test_compiler_by_a_relative_path(tmp_path, monkeypatch):

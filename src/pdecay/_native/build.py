@@ -347,15 +347,20 @@ def _key(name: str, compiler: list[str], runtime: str | None) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's features: machines may share a home folder, and with it the cache."""
+    """Return the processor's features: machines may share a home folder, and with it the cache.
+
+    Without them, return the machine's name. platform.processor() would run a program, perhaps one
+    of the current folder.
+    """
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return ""  # platform.processor() would run a program, perhaps one of the current folder
+        info = ""
     first = info.split("\n\n", 1)[0]
     wanted = ("model name", "flags", "features", "cpu part", "cpu variant", "isa", "cpu")
     lines = (line.partition(":") for line in first.splitlines())
-    return "\n".join(value for key, _, value in lines if key.strip().lower() in wanted)
+    features = [value for key, _, value in lines if key.strip().lower() in wanted]
+    return "\n".join(features) or os.uname().nodename
 
 
 def _cache_folder() -> Path | None:
