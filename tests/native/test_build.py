@@ -187,6 +187,15 @@ def test_sanitizers_of_the_compiler_variable_are_cancelled(tmp_path):
     assert run(LOAD, tmp_path, CC=f"{build._compiler()[0]} -fsanitize=address") == "loaded"
 
 
+def test_functions_are_found_if_the_compiler_variable_hides_them(tmp_path):
+    code = """
+    from pdecay._native.build import load
+    load("ranking", False).pdecay_scores
+    print("found")
+    """
+    assert run(code, tmp_path, CC=f"{build._compiler()[0]} -fvisibility=hidden") == "found"
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_cpp_compiler_compiles_c(tmp_path):
     """As C++, functions have other names: the library was cached, but nothing could be called."""

@@ -52,6 +52,7 @@ COMMON = (
     *("-x", "c"),  # a C++ compiler in `CC` would change the names of the functions
     "-std=c11",
     "-fPIC",
+    "-fvisibility=default",  # ctypes finds no hidden functions
     "-ftree-vectorize",
     "-fno-math-errno",  # sqrt as one instruction
     "-fno-trapping-math",  # conditions as masks
