@@ -49,6 +49,36 @@ def test_link_into_a_missing_folder(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_link_of_another_user_in_a_shared_folder_is_refused(tmp_path, exists):
+    """It may lead to any file of this user; Linux does not open it either."""
+    if not hasattr(os, "getuid") or os.getuid() != 0:
+        pytest.skip("only root can create another user's link")
+    shared, mine = tmp_path / "shared", tmp_path / "mine"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "model").symlink_to(mine)
+    if exists:
+        mine.write_bytes(b"precious")
+    os.lchown(shared / "model", 65533, 65533)
+    (tmp_path / "link").symlink_to(shared / "model")
+    for path in (shared / "model", tmp_path / "link"):
+        with pytest.raises(PermissionError, match="another user"), replacing(path) as file:
+            file.write(b"new")
+    assert mine.exists() == exists
+    assert not exists or mine.read_bytes() == b"precious"
+    os.lchown(shared / "model", os.getuid(), -1)
+    with replacing(tmp_path / "link") as file:
+        file.write(b"new")
+    assert mine.read_bytes() == b"new"
+
+
+def test_links_that_lead_nowhere(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    with pytest.raises(OSError, match="symbolic links"), replacing(tmp_path / "link"):
+        pass
+
+
 def test_unfinished_file_is_as_private_as_the_old_one(tmp_path):
     path = tmp_path / "model"
     path.write_bytes(b"old")

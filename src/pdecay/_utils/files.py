@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 _UNFINISHED = ".part"
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM, errno.EBADF)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+_MOST_LINKS = 40  # as many as Linux follows
 _TOKEN = 4  # random bytes in the name of a temporary file
 
 
@@ -27,10 +28,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     crash. The new file has the permissions of the old one.
 
     Raises:
-        OSError: if the path is a folder or a device, or if writing fails. An error of a write is
-            raised when the block ends, even if the block raises another one.
+        OSError: if the path is a folder or a device or another user's link in a shared folder, or
+            if writing fails. An error of a write is raised when the block ends, even if the block
+            raises another one.
     """
-    target = Path(os.path.realpath(path))  # replace the file that a symbolic link points to
+    target = _follow(path)
     mode = _permissions(target)
     check_folder_of(path)
     # The limit of a file name is in bytes, of which a character takes up to four.
@@ -53,6 +55,25 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             raise OSError(failed.errno, failed.strerror, str(path)) from error
         raise
     _sync_folder(target.parent)
+
+
+def _follow(path: Path) -> Path:
+    """Return the absolute path of a file, or of the one that a symbolic link leads to.
+
+    Refuse a link that another user put into a shared folder such as /tmp, as Linux does by default
+    when a program opens it: it may lead to any file of this user.
+    """
+    path = path.absolute()
+    for _ in range(_MOST_LINKS):
+        if not path.is_symlink():
+            return path
+        link, folder = path.lstat(), path.parent.stat()
+        shared = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
+        if shared and link.st_uid not in (os.geteuid(), folder.st_uid):
+            message = "This link belongs to another user, choose another path"
+            raise PermissionError(errno.EACCES, message, str(path))
+        path = path.parent / os.readlink(path)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
 def check_folder_of(path: Path) -> None:
