@@ -73,6 +73,26 @@ def test_link_of_another_user_in_a_shared_folder_is_refused(tmp_path, exists):
     assert mine.read_bytes() == b"new"
 
 
+def test_permissions_of_another_file_are_not_changed(tmp_path, monkeypatch):
+    """In a folder that others can write to, the unfinished file may be replaced by a link."""
+    path, private = tmp_path / "model", tmp_path / "private"
+    for file, mode in ((path, 0o666), (private, 0o600)):
+        file.touch()
+        file.chmod(mode)
+    sync = os.fsync
+
+    def replaced(handle):
+        for part in tmp_path.glob(".*.part"):
+            part.unlink()
+            part.symlink_to(private)
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", replaced)
+    with replacing(path) as file:
+        file.write(b"new")
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
+
+
 def test_links_that_lead_nowhere(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "link")
     with pytest.raises(OSError, match="symbolic links"), replacing(tmp_path / "link"):

@@ -45,8 +45,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             if raw.write_error is not None:
                 raise raw.write_error
             os.fsync(file.fileno())
-        if mode is not None:
-            os.chmod(part, mode)
+            if mode is not None and hasattr(os, "fchmod"):  # missing on Windows
+                os.fchmod(file.fileno(), mode)  # another user may have replaced the file by a link
         os.replace(part, target)
     except BaseException as error:
         part.unlink(missing_ok=True)
