@@ -2,9 +2,10 @@
 
 Absolute times on a shared machine vary from minute to minute. All methods therefore step on the
 same tensors in turn for many rounds, in a new random order each. A method's ratio is the median,
-over the rounds, of its time relative to that of torch's fused optimizer in the same round. Ratios
-of large models also vary by about 2 % with the place of the tensors in memory, so that they are
-allocated several times.
+over the rounds, of its time relative to that of torch's fused optimizer in the same round. The
+ratio also varies with the state of the process, such as the places of the tensors in memory: by
+about 2 % for large models, and by up to 10 % for small ones. It is therefore measured in several
+new processes, and their median is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ NORMS: dict[str, Penalty] = {
     ELASTIC: Lp(0.8, LAM) + Lp(2, LAM),
 }
 ONE_NORM = {"0.8": NORMS["0.8"]}
-PLACES = 6  # in memory
+PROCESSES = 5  # for each model
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "MLP": functools.partial(MLP, 64, [256, 128], 10),
     "char-GPT": functools.partial(GPT, 65, 64, 4, 4, 128),
@@ -82,7 +83,18 @@ class Method:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a step of a method on the weights of a model."""
+    """The cost of a step of a method on the weights of a model: medians over processes.
+
+    Args:
+        model: the name of the model.
+        weights: the number of its weights.
+        method: the name of the method.
+        norm: the name of the penalty.
+        milliseconds: the time of a step.
+        ratio: the time relative to torch's fused optimizer.
+        extra_bytes: the peak memory of a step for each weight, beyond the memory before it.
+        ratios: the ratio in each process.
+    """
 
     model: str
     weights: int
@@ -91,6 +103,7 @@ class Cost:
     milliseconds: float
     ratio: float
     extra_bytes: float
+    ratios: Sequence[float] = ()
 
 
 def adam_methods() -> dict[str, Method]:
@@ -144,40 +157,91 @@ def _attached(weights: list[nn.Parameter], norm: Penalty) -> Optimizer:
     return optimizer
 
 
+# What to measure on each model in one process, and the environment variables of that process.
+METHODS: dict[str, Callable[[], Sequence[Mapping[str, Method]]]] = {
+    "steps": lambda: (adam_methods(), sgd_methods()),
+    "steps_with_avx2": lambda: (methods_with_avx2(),),
+}
+VARIABLES: dict[str, Mapping[str, str]] = {"steps": {}, "steps_with_avx2": AVX2}
+
+
 def steps(
-    model: str, methods: Mapping[str, Method], rounds: int, say: Report = lambda _: None
-) -> Iterator[Cost]:
-    """Measure each method and penalty on tensors with the shapes of a model."""
-    with torch.device("meta"):
-        shapes = [tuple(param.shape) for param in MODELS[model]().parameters()]
-    yield from _measure(model, shapes, methods, rounds, say)
+    key: str, rounds: Mapping[str, int], processes: int = PROCESSES, say: Report = lambda _: None
+) -> list[Cost]:
+    """Measure the methods of a key of METHODS on tensors with the shapes of models.
 
+    The models take turns, so that a busy minute of the machine does not spoil all processes of one.
 
-def steps_with_avx2(model: str, rounds: int) -> list[Cost]:
-    """Measure :func:`methods_with_avx2` in a new process, with the instructions of AVX2 only."""
-    code = (
-        "import dataclasses, json\n"
-        "from pdecay.lab.bench import steps\n"
-        f"costs = steps.steps({model!r}, steps.methods_with_avx2(), {rounds})\n"
-        "print(json.dumps([dataclasses.asdict(cost) for cost in costs]))\n"
-    )
-    return [Cost(**cost) for cost in json.loads(_output_of(code, AVX2))]
+    Args:
+        key: the methods.
+        rounds: the number of rounds in each process, for each model to measure.
+        processes: the number of new processes for each model.
+        say: reports the progress.
+    """
+    runs: dict[str, list[list[Cost]]] = {model: [] for model in rounds}
+    for k in range(processes):
+        for model, number in rounds.items():
+            say(f"{key} of {model}: process {k + 1} of {processes}")
+            costs = _in_process("measure_steps", (key, model, number), VARIABLES[key])
+            runs[model].append(costs)
+    return [cost for model in rounds for cost in _medians(runs[model])]
 
 
 def growth(
-    sizes: Sequence[int], rounds: int, say: Report = lambda _: None
-) -> Iterator[tuple[int, Cost]]:
+    sizes: Sequence[int], rounds: int, processes: int = PROCESSES, say: Report = lambda _: None
+) -> list[tuple[int, Cost]]:
     """Measure PAdam fused by the number of weights, in matrices of at most 2048 x 2048."""
+    grown = []
+    for size in sizes:
+        runs = []
+        for k in range(processes):
+            say(f"{size / 1e6:,.0f} M weights: process {k + 1} of {processes}")
+            runs.append(_in_process("measure_size", (size, rounds), {}))
+        grown += [(size, cost) for cost in _medians(runs)]
+    return grown
+
+
+def measure_steps(key: str, model: str, rounds: int) -> list[Cost]:
+    """Measure the methods of a key of METHODS in this process."""
+    with torch.device("meta"):
+        shapes = [tuple(param.shape) for param in MODELS[model]().parameters()]
+    families = METHODS[key]()
+    return [cost for methods in families for cost in _measure(model, shapes, methods, rounds)]
+
+
+def measure_size(size: int, rounds: int) -> list[Cost]:
+    """Measure PAdam fused on about as many weights, in this process."""
     every = adam_methods()
     methods = {
         "AdamW fused": every["AdamW fused"],
         "PAdam fused": Method(every["PAdam fused"].make, ONE_NORM, "native"),
     }
-    for size in sizes:
-        side = 2048 if size >= 2048**2 else int(size**0.5)
-        shapes = [(side, side)] * max(1, round(size / side**2))
-        for cost in _measure("matrices", shapes, methods, rounds, say):
-            yield size, cost
+    side = 2048 if size >= 2048**2 else int(size**0.5)
+    shapes = [(side, side)] * max(1, round(size / side**2))
+    return [*_measure("matrices", shapes, methods, rounds)]
+
+
+def _in_process(
+    function: str, arguments: tuple[object, ...], variables: Mapping[str, str]
+) -> list[Cost]:
+    """Call a function of this module in a new process with further environment variables."""
+    code = (
+        "import dataclasses, json\n"
+        "from pdecay.lab.bench import steps\n"
+        f"costs = steps.{function}(*{arguments!r})\n"
+        "print(json.dumps([dataclasses.asdict(cost) for cost in costs]))\n"
+    )
+    return [Cost(**cost) for cost in json.loads(_output_of(code, variables))]
+
+
+def _medians(runs: Sequence[Sequence[Cost]]) -> Iterator[Cost]:
+    """Yield the medians of costs that were measured in several processes, in the same order."""
+    for costs in zip(*runs, strict=True):
+        numbers = {
+            name: statistics.median(getattr(cost, name) for cost in costs)
+            for name in ("milliseconds", "ratio", "extra_bytes")
+        }
+        yield replace(costs[0], **numbers, ratios=[cost.ratio for cost in costs])
 
 
 def training(iterations: int = 300, say: Report = lambda _: None) -> dict[str, float]:
@@ -313,19 +377,14 @@ def _measure(
     shapes: Sequence[tuple[int, ...]],
     methods: Mapping[str, Method],
     rounds: int,
-    say: Report,
 ) -> Iterator[Cost]:
     count = sum(map(math.prod, shapes))
     cells = [(name, norm) for name, method in methods.items() for norm in method.norms]
     times: dict[Cell, list[float]] = {cell: [] for cell in cells}
-    extra: dict[Cell, float] = {}
-    order = random.Random(0)
-    for k in range(rounds):
-        say(f"{model}, {count / 1e6:,.2f} M weights: round {k + 1} of {rounds}")
-        if k % -(-rounds // PLACES) == 0:
-            steppers = _steppers(_weights(shapes), methods)
-            for cell, step in steppers.items():
-                extra[cell] = _extra_memory(step) / count
+    steppers = _steppers(_weights(shapes), methods)
+    extra = {cell: _extra_memory(step) / count for cell, step in steppers.items()}
+    order = random.Random()
+    for _ in range(rounds):
         for cell in order.sample(cells, len(cells)):
             began = time.perf_counter()
             steppers[cell]()

@@ -21,7 +21,8 @@ from pdecay.lab.drawing import BLUE, FONTS, INK, VERMILION, save
 from pdecay.lab.tables import Row, say, table_of
 
 SIZES = (1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000, 300_000_000)
-_ROUNDS = {"MLP": 1001, "char-GPT": 201, "ResNet": 101, "nanoGPT": 99, "GPT-2": 60}
+# In each of several processes.
+_ROUNDS = {"MLP": 301, "char-GPT": 61, "ResNet": 31, "nanoGPT": 21, "GPT-2": 13}
 _TARGETS = {"char-GPT": ((32, 64), 60), "GPT-2": ((1, 128), 6)}  # batch, iterations
 _BARS = {"PAdam fused": BLUE, "PSGD fused": VERMILION}
 _COLUMNS = 3  # panels of the figure beside each other
@@ -47,20 +48,15 @@ def run(out: Path, parts: Sequence[str], *, quick: bool, console: Console | None
         "command": "pdecay bench " + " ".join([*parts, *(["--quick"] if quick else [])]),
         "machine": machine.describe() | {"instructions": torch.backends.cpu.get_cpu_capability()},
     }
+    rounds, processes = ({"nanoGPT": 5}, 1) if quick else (_ROUNDS, bench.PROCESSES)
     costs: list[Cost] = []
     with console.status("starting") as status:
         if "step" in parts:
-            for model in ["nanoGPT"] if quick else list(bench.MODELS):
-                rounds = 5 if quick else _ROUNDS[model]
-                for methods in (bench.adam_methods(), bench.sgd_methods()):
-                    costs += bench.steps(model, methods, rounds, status.update)
+            costs = bench.steps("steps", rounds, processes, status.update)
             results["steps"] = [asdict(cost) for cost in costs]
         if "avx2" in parts:
-            results["steps_with_avx2"] = []
-            for model in ["nanoGPT"] if quick else list(bench.MODELS):
-                status.update(f"{model} with AVX2, in a new process")
-                found = bench.steps_with_avx2(model, 5 if quick else _ROUNDS[model])
-                results["steps_with_avx2"] += [asdict(cost) for cost in found]
+            found = bench.steps("steps_with_avx2", rounds, processes, status.update)
+            results["steps_with_avx2"] = [asdict(cost) for cost in found]
         if "target" in parts:
             results["target"] = {}
             for model in ["char-GPT"] if quick else list(_TARGETS):
@@ -71,7 +67,7 @@ def run(out: Path, parts: Sequence[str], *, quick: bool, console: Console | None
                     results["target"][name] = bench.target_share(model, batch, steps, power)
         if "growth" in parts:
             sizes = SIZES[:3] if quick else SIZES
-            grown = list(bench.growth(sizes, 5 if quick else 9, status.update))
+            grown = bench.growth(sizes, 5, processes, status.update)
             results["growth"] = [{"size": size, **asdict(cost)} for size, cost in grown]
         if "train" in parts:
             try:
