@@ -14,8 +14,16 @@
 #include <math.h>
 #include <stdlib.h>
 
-#if defined(__SSE2__)
+#if defined(__AVX__)
+#include <immintrin.h>
+typedef __m256i chunk;
+#define LOAD _mm256_loadu_si256
+#define STREAM _mm256_stream_si256
+#elif defined(__SSE2__)
 #include <emmintrin.h>
+typedef __m128i chunk;
+#define LOAD _mm_loadu_si128
+#define STREAM _mm_stream_si128
 #endif
 
 #include "fastpow.h"
@@ -60,12 +68,10 @@ static void leave_flush(unsigned before) { (void)before; }
 static void stream(void *to, const void *from, size_t bytes)
 {
     size_t done = 0;
-#if defined(__SSE2__)
-    if ((uintptr_t)to % 16 == 0) {
-        for (; done + 16 <= bytes; done += 16) {
-            __m128i loaded = _mm_loadu_si128((const __m128i *)((const char *)from + done));
-            _mm_stream_si128((__m128i *)((char *)to + done), loaded);
-        }
+#ifdef STREAM
+    if ((uintptr_t)to % sizeof(chunk) == 0) {
+        for (; done + sizeof(chunk) <= bytes; done += sizeof(chunk))
+            STREAM((chunk *)((char *)to + done), LOAD((const chunk *)((const char *)from + done)));
         _mm_sfence();       /* waits for all stores: call this function for long arrays */
     }
 #endif
