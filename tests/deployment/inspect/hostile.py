@@ -164,6 +164,13 @@ CRAFTED: dict[str, Any] = {
         *("csr", tensor(LONGS, (3,), (1,)), tensor(LONGS, (2,), (1,))),
         *(tensor(FLOATS, (2,), (1,)), (2, 2)),
     ),
+    **{
+        f"rows of a {layout} tensor beyond its indices": sparse(
+            *(layout, tensor(Storage("Long", "2", 4), (4,), (1,)), tensor(LONGS, (0,), (1,))),
+            *(tensor(FLOATS, (0, *block), (1, *block)), (3, 3)),
+        )
+        for layout, block in {"csr": (), "csc": (), "bsr": (1, 1), "bsc": (1, 1)}.items()
+    },
     "tensor whose memory is replaced": Call("torch.FloatTensor", state=(FLOATS, 0, (10**6,), (1,))),
     # Memory
     "wide sparse tensor": sparse("coo", *WIDE, (100, 100), True),
@@ -224,10 +231,11 @@ CRAFTED: dict[str, Any] = {
 
 
 def write_state(state: dict[str, Any], path: Any) -> None:
-    """Write a file of torch.save with two storages of 128 and 64 bytes."""
+    """Write a file of torch.save with storages of 128, 64 and 32 bytes."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.PROTO + b"\x02" + code(state) + STOP)
         archive.writestr("archive/byteorder", "little")
         archive.writestr("archive/data/0", bytes(range(128)))
         archive.writestr("archive/data/1", bytes(64))
+        archive.writestr("archive/data/2", struct.pack("<4Q", 0, 2, 3, 0))
         archive.writestr("archive/version", "3\n")

@@ -337,7 +337,8 @@ class _Contents:
         if layout == torch.sparse_coo:
             indices, values = parts
             return torch.sparse_coo_tensor(indices, values, tuple(size), check_invariants=True)
-        compressed, plain, values = parts
+        compressed, plain, values = (part.contiguous() for part in parts)
+        _check_slices(compressed, plain)
         return torch.sparse_compressed_tensor(
             compressed, plain, values, tuple(size), layout=layout, check_invariants=True
         )
@@ -370,6 +371,19 @@ class _Contents:
 
 def _is_dense(value: object) -> bool:
     return type(value) is Tensor and value.layout == torch.strided and not value.is_meta
+
+
+def _check_slices(ends: Tensor, indices: Tensor) -> None:
+    """Raise unless the rows of a compressed sparse tensor are slices of its indices.
+
+    The check of torch reads the indices of a row before it compares the row with their number.
+    """
+    if not (
+        torch.all(ends[..., :1] == 0)
+        and torch.all(ends[..., -1:] == indices.shape[-1])
+        and torch.all(ends[..., 1:] >= ends[..., :-1])
+    ):
+        raise PickleError("a sparse tensor is damaged: its rows do not fit its indices")
 
 
 def _dtype_of(name: Name) -> torch.dtype:
