@@ -156,6 +156,16 @@ def test_versions_of_modules_are_kept(tmp_path):
     assert state._metadata["0"] == {"version": 2}
 
 
+def test_state_that_was_assigned_is_copied_into_the_model(tmp_path):
+    state, model = nn.Linear(3, 2).state_dict(), nn.Linear(3, 2).double()
+    nn.Linear(3, 2).load_state_dict(state, assign=True)  # torch marks the state
+    torch.save(state, tmp_path / "w.pt")
+    weight = model.weight
+    model.load_state_dict(read_loadable_state(tmp_path / "w.pt"))
+    assert model.weight is weight
+    assert torch.equal(weight, state["weight"].double())
+
+
 class Harm:
     def __reduce__(self):
         return exec, ("raise SystemExit('harm')",)

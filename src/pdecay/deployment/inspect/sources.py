@@ -104,7 +104,11 @@ def read_loadable_state(
     state: Any = OrderedDict(_tensors(found))
     state.update((k, v) for k, v in found.items() if _is_extra_state(k))
     versions = getattr(found, "_metadata", None)
-    if isinstance(versions, Mapping) and all(isinstance(v, Mapping) for v in versions.values()):
+    if isinstance(versions, Mapping) and all(isinstance(v, dict) for v in versions.values()):
+        for values in versions.values():
+            # load_state_dict(state, assign=True) leaves this entry in the state. It would replace
+            # the parameters, with their dtypes and ties, by tensors that read the file.
+            values.pop("assign_to_params_buffers", None)
         state._metadata = versions
     return state  # type: ignore[no-any-return]
 
