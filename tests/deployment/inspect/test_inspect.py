@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import struct
 import sys
+import time
 import tracemalloc
 import zipfile
 
@@ -303,6 +305,17 @@ def test_tensors_beside_a_state_dict(tmp_path):
     assert inspect(path, key="net").sparsity == 1
     torch.save({**state, "layer._extra_state": {"scale": torch.ones(1)}}, path)
     assert [layer.name for layer in inspect(path).layers] == ["layer.weight"]
+
+
+def test_one_dict_under_many_keys_is_read_once(tmp_path):
+    with zipfile.ZipFile(tmp_path / "w.pt", "w") as archive:
+        one = dict.fromkeys(range(30_000))
+        many = pickle.dumps(dict.fromkeys(range(30_000), one), protocol=2)
+        archive.writestr("w/data.pkl", many)
+    start = time.process_time()
+    with pytest.raises(FileFormatError, match="contains no tensors"):
+        inspect(tmp_path / "w.pt")
+    assert time.process_time() - start < 20
 
 
 def test_sparse_and_strided_tensors_of_torch_files(tmp_path):

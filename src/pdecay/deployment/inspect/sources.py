@@ -127,13 +127,12 @@ def _find_state_dict(path: str | os.PathLike[str], key: str | None) -> Mapping[A
     if not isinstance(loaded, Mapping):
         raise FileFormatError(f"contains a {type(loaded).__name__}, expected a state dict")
     tensors = _tensors(loaded)
+    # A file may have one large dict under many keys: look into each dict once.
+    dicts = {id(v): v for v in loaded.values() if isinstance(v, Mapping)}
+    with_tensors = {key for key, v in dicts.items() if _tensors(v)}
     # A state dict has no dicts, except the extra state of modules. Tensors beside one, such as the
     # state of a random number generator, are not weights.
-    nested = {
-        k: v
-        for k, v in loaded.items()
-        if isinstance(v, Mapping) and _tensors(v) and not _is_extra_state(k)
-    }
+    nested = {k: v for k, v in loaded.items() if id(v) in with_tensors and not _is_extra_state(k)}
     usual = [k for k in _USUAL_KEYS if k in nested]
     if usual or (len(nested) == 1 and not tensors):
         return nested[usual[0]] if usual else next(iter(nested.values()))
