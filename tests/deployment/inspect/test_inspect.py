@@ -19,8 +19,11 @@ from torch import nn
 
 import pdecay
 from pdecay.deployment.files import FileFormatError, save
-from pdecay.deployment.files.codec import BLOCK
+from pdecay.deployment.files.codec import BLOCK, Encoding
+from pdecay.deployment.files.dtypes import BY_NAME
+from pdecay.deployment.files.table import Row
 from pdecay.deployment.inspect import histogram, inspect, sources
+from pdecay.deployment.inspect.counts import count
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -391,6 +394,17 @@ def test_sparse_tensor_is_not_expanded(tmp_path):
     assert layer.counts.exact_zeros == 10**12 - 3
     assert (layer.counts.dead_rows, layer.counts.dead_columns) == (10**9 - 2, 997)
     assert (hybrid.counts.exact_zeros, hybrid.counts.dead_rows) == (8, 3)
+
+
+def test_many_blocks_of_a_wide_tensor_take_linear_time():
+    blocks, size, columns = 5000, 200, 2**40
+    row = Row("w", BY_NAME["I8"], (1, columns), Encoding("gaps", columns, blocks * size))
+    values = np.ones(size, np.uint8)
+    parts = ((np.arange(size) + size * k, values) for k in range(blocks))
+    start = time.process_time()
+    counts = count(sources.Source(row, lambda: parts), 0)
+    assert counts.dead_columns == columns - blocks * size
+    assert time.process_time() - start < 20
 
 
 def test_tensors_that_share_memory_are_bounded(tmp_path):

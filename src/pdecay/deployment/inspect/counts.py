@@ -95,11 +95,13 @@ class _LiveUnits:
         self._row_size = size // self._rows
         self._inner = self._row_size // self._columns
         self._live_rows, self._last_row = 0, -1
-        # One flag per column. If a file claims more columns than it stores values, keep only the
-        # indices of live columns, so that memory stays bounded.
-        use_flags = self._columns <= row.encoding.count
+        # One flag per column. If a file claims many more columns than it stores values, keep only
+        # the indices of live columns, of 8 bytes each, so that memory stays bounded.
+        use_flags = self._columns <= 8 * row.encoding.count
         self._flags = np.zeros(self._columns, bool) if use_flags else None
         self._live_columns: Positions = np.empty(0, np.int64)
+        self._added: list[Positions] = []  # since the last merge
+        self._added_count = 0
 
     def add(self, positions: Positions) -> None:
         """Mark the rows and columns of live elements; positions must ascend over all calls."""
@@ -112,12 +114,20 @@ class _LiveUnits:
         if self._flags is not None:
             self._flags[columns] = True
         else:
-            self._live_columns = np.union1d(self._live_columns, columns)
+            self._added.append(columns)
+            self._added_count += len(columns)
+            if self._added_count > len(self._live_columns):  # a merge visits all live columns
+                self._merge()
 
     def dead(self) -> tuple[int, int]:
         """Return the numbers of dead rows and columns."""
         if not self.applies:
             return 0, 0
+        self._merge()
         flags = self._flags
         live = len(self._live_columns) if flags is None else int(np.count_nonzero(flags))
         return self._rows - self._live_rows, self._columns - live
+
+    def _merge(self) -> None:
+        self._live_columns = np.unique(np.concatenate([self._live_columns, *self._added]))
+        self._added, self._added_count = [], 0
