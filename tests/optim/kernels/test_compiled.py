@@ -1,10 +1,18 @@
 """Tests of the torch.compile kernel: uncompiled for all settings, compiled for a few."""
 
+import os
+import stat
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from pdecay._optim.kernels import compiled, native
 from tests.optim.kernels.settings import SGD, TERMS, TOLERANCE
+
+OTHER_USER = 65533
 
 
 @pytest.fixture
@@ -180,6 +188,42 @@ def test_compiled_matches_and_does_not_recompile(twins):
     except native.KernelUnavailable as reason:
         pytest.skip(str(reason))
     assert pair.difference() < 1e-5
+
+
+@pytest.fixture
+def inductor_cache(tmp_path, monkeypatch):
+    """Return the folder where inductor keeps code, which does not exist yet."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    compiled._compile.cache_clear()
+    yield Path(default_cache_dir())
+    compiled._compile.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["writable", "foreign", "link", "file"])
+def test_cache_of_another_user_is_not_used(inductor_cache, tmp_path, monkeypatch, kind):
+    """Anyone can create /tmp/torchinductor_<user> first, and inductor runs what is there."""
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("read the cache"))
+    target = tmp_path / "elsewhere" if kind == "link" else inductor_cache
+    if kind == "file":
+        target.touch()
+    else:
+        target.mkdir()
+        target.chmod(0o777 if kind == "writable" else 0o755)
+    if kind == "link":
+        inductor_cache.symlink_to(target)
+    if kind in ("foreign", "link"):
+        if os.getuid() != 0:
+            pytest.skip("only root can create another user's folder")
+        os.lchown(inductor_cache, OTHER_USER, OTHER_USER)
+    w = torch.ones(3)
+    with pytest.raises(native.KernelUnavailable, match=r"could write to .*, where|File exists"):
+        compiled.decay_([w], [w.clone()], terms=[(1, 1.0)], rate=1.0)
+    assert torch.equal(w, torch.ones(3))
+
+
+def test_cache_is_created_for_this_user_only(inductor_cache):
+    compiled._check_cache()
+    assert stat.S_IMODE(inductor_cache.stat().st_mode) == 0o700
 
 
 def test_compiler_failure_raises_before_any_change(monkeypatch):

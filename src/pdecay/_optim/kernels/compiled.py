@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeGuard
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from pdecay._native.build import KernelUnavailable
+from pdecay._native.private_folders import create, resolve
 from pdecay._optim.kernels.layout import Batch, Tensors, batches, is_dense, is_plain, local
 from pdecay._optim.kernels.native import Terms
 
@@ -303,6 +305,25 @@ def _flattened(batch: Batch) -> Iterator[list[Tensor]]:
     yield from (views for views in flat if len(small) <= 1 or views[0].numel() >= _SMALL)
 
 
+def _check_cache() -> None:
+    """Raise PermissionError if another user may have put code into inductor's cache.
+
+    It is /tmp/torchinductor_<user>, which another user can create first, and torch runs what it
+    finds there. With ``TORCHINDUCTOR_CACHE_DIR``, precompiled headers are still there.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if not hasattr(os, "getuid"):  # Windows, where each user has a folder for temporary files
+        return
+    cache = default_cache_dir()
+    folder = resolve(cache)
+    if folder is None or not create(folder):
+        raise PermissionError(
+            f"other users could write to {cache}, where torch.compile keeps code: remove it, or "
+            "set TMPDIR to a folder that only you can write to"
+        )
+
+
 @functools.cache
 def _compile(
     function: Callable[..., None],
@@ -320,6 +341,7 @@ def _compile(
     _LOG.info("compiling the %s; this takes seconds, once. fused=False avoids it", kind)
     began = time.perf_counter()
     try:
+        _check_cache()
         kernel: Callable[..., None] = compile_(
             function,
             dynamic=True,
