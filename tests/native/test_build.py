@@ -326,6 +326,44 @@ def test_compiler_messages_that_are_not_utf8(tmp_path):
     assert output.count("unavailable: cannot compile step.c:") == 2
 
 
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """Return a copy of the C files, from which kernels are built."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    for path in build.SOURCES.glob("*.[ch]"):
+        shutil.copy(path, folder)
+    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setattr(build, "_loaded", {})
+    monkeypatch.setenv("PDECAY_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["ranking.c", "decay.h"])
+def test_update_of_pdecay_after_its_import(sources, tmp_path, name):
+    """Kernels of another version may have other arguments: the process crashed."""
+    before = (sources / name).read_text()
+    (sources / name).write_text(before + "\n")
+    with pytest.raises(build.KernelUnavailable, match="restart Python"):
+        build.load("ranking", threads=False)
+    assert not libraries(tmp_path / "cache")
+    (sources / name).write_text(before)
+    build._loaded.clear()
+    build.load("ranking", threads=False)
+
+
+def test_update_of_pdecay_during_a_build(sources, tmp_path, monkeypatch):
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        f'#!/bin/sh\necho >> {sources / "decay.h"}\nexec {build._compiler()[0]} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(build.KernelUnavailable, match="restart Python"):
+        build.load("ranking", threads=False)
+    assert not libraries(tmp_path / "cache")
+
+
 def test_fork_during_a_build_does_not_deadlock_the_child(filled):
     code = """
     import os, threading

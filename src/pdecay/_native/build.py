@@ -88,6 +88,12 @@ class KernelUnavailable(RuntimeError):  # noqa: N818 (a state of this machine, n
     """A kernel cannot be compiled or loaded; the message gives the reason in one line."""
 
 
+def _digest_of_sources() -> bytes:
+    content = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
+    return hashlib.sha256(b"\0".join(content)).digest()
+
+
+_imported = _digest_of_sources()
 _lock = threading.RLock()  # a signal handler may load a kernel while its thread builds one
 _loaded: dict[str, ctypes.CDLL | KernelUnavailable] = {}
 
@@ -190,6 +196,7 @@ def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> c
                 library = _open(path)
                 if library is not None:
                     return library
+                _check_sources()
                 library = ctypes.CDLL(part)  # all symbols resolve: others may see it
                 with contextlib.suppress(OSError):  # such as a folder in its place
                     _publish(part, path)
@@ -336,12 +343,22 @@ def _runtime_in(maps: str) -> str | None:
     return found[1] if found else None
 
 
+def _check_sources() -> None:
+    """Raise `KernelUnavailable` if pdecay was updated after its import.
+
+    The kernels of another version may have other arguments: the process would crash.
+    """
+    if _digest_of_sources() != _imported:
+        raise KernelUnavailable(f"{SOURCES} has changed since pdecay was imported: restart Python")
+
+
 def _key(name: str, compiler: list[str], runtime: str | None) -> str:
     """Return a hash of everything that the compiled library depends on."""
     program = os.stat(compiler[0])
     parts = [*compiler, str(program.st_size), str(program.st_mtime_ns), str(runtime)]
     parts += [*COMMON, repr(_tunings()), *_extra_flags()]
     parts += [platform.machine(), platform.system(), _processor()]
+    _check_sources()
     for source in [SOURCES / f"{name}.c", *sorted(SOURCES.glob("*.h"))]:
         parts += [source.name, source.read_text()]
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:24]
