@@ -1,5 +1,6 @@
 """Tests of the cache of compiled kernels: its place, damaged libraries, and other users."""
 
+import hashlib
 import os
 import stat
 import subprocess
@@ -39,6 +40,14 @@ def test_damaged_library_is_not_opened(filled, tmp_path, damage):
     copy.unlink()  # create a new file: the open library must not change
     copy.write_bytes(damaged(library.read_bytes(), damage))
     assert build._open(copy) is None
+
+
+def test_loader_message_that_is_not_utf8(tmp_path):
+    """It has the path of the file; ctypes then raises UnicodeDecodeError in place of OSError."""
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir(mode=0o700)
+    (folder / "step.so").write_bytes(b"not ELF" + hashlib.sha256(b"not ELF").digest())
+    assert build._open(folder / "step.so") is None
 
 
 def test_damaged_library_is_rebuilt(filled, tmp_path):

@@ -168,7 +168,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
         if hashlib.sha256(content[:-DIGEST_SIZE]).digest() != content[-DIGEST_SIZE:]:
             return None
         return ctypes.CDLL(str(path))
-    except OSError:
+    except (OSError, UnicodeDecodeError):  # the loader's message is not always UTF-8
         return None
 
 
@@ -203,7 +203,7 @@ def _build(name: str, compiler: list[str], runtime: str | None, path: Path) -> c
                 return library
             except KernelUnavailable as error:
                 reason = str(error)
-            except OSError as error:
+            except (OSError, UnicodeDecodeError) as error:
                 reason = _one_line(str(error))
     raise KernelUnavailable(f"cannot compile {name}.c: {reason}")
 
