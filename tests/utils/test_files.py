@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import pdecay
+from pdecay._utils import files
 from pdecay._utils.files import check_output_file, lock, replacing
 
 
@@ -71,6 +72,35 @@ def test_link_of_another_user_in_a_shared_folder_is_refused(tmp_path, exists):
     with replacing(tmp_path / "link") as file:
         file.write(b"new")
     assert mine.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(("folder", "mode"), [(0o1777, 0o644), (0o770, 0o666)])
+def test_permissions_of_another_users_file(tmp_path, folder, mode):
+    """In a folder such as /tmp, that user could change the new file, and so the model that runs."""
+    if os.getuid() != 0:
+        pytest.skip("only root can create another user's file")
+    path = tmp_path / "shared" / "model"
+    path.parent.mkdir()
+    path.parent.chmod(folder)
+    path.touch()
+    path.chmod(0o666)
+    os.chown(path, 65533, 65533)
+    before = os.umask(0o022)
+    try:
+        with replacing(path) as file:
+            file.write(b"new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_link_that_another_user_puts_in_place_of_a_file(tmp_path, monkeypatch):
+    (tmp_path / "mine").touch()
+    (tmp_path / "model").symlink_to(tmp_path / "mine")
+    monkeypatch.setattr(files, "_follow", lambda path: path)  # there was none before
+    with pytest.raises(OSError, match="Not a regular file"), replacing(tmp_path / "model"):
+        pass
+    assert (tmp_path / "model").is_symlink()
 
 
 def test_permissions_of_another_file_are_not_changed(tmp_path, monkeypatch):

@@ -25,7 +25,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     The data is written to a temporary file in the same folder and flushed to disk before the
     rename. A reader therefore sees either the old file or the complete new one, even after a
-    crash. The new file has the permissions of the old one.
+    crash. The new file has the permissions of the old one, unless that is another user's file in a
+    shared folder.
 
     Raises:
         OSError: if the path is a folder or a device or another user's link in a shared folder, or
@@ -98,15 +99,25 @@ def check_output_file(path: str | os.PathLike[str], suffixes: Iterable[str]) -> 
 
 
 def _permissions(path: Path) -> int | None:
-    """Return the permissions of a regular file; None if there is no file."""
+    """Return the permissions that replace those of a new file; None if there is no old file.
+
+    Those of another user's file in a shared folder such as /tmp do not count: that user may have
+    created it to be able to write to the new file.
+
+    Args:
+        path: a path from :func:`_follow`. A link is there only if another user has just put it.
+    """
     try:
-        mode = path.stat().st_mode
+        found = path.lstat()
     except FileNotFoundError:
         return None
+    mode = found.st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "Not a regular file, choose another path", str(path))
+    if path.parent.stat().st_mode & stat.S_ISVTX and found.st_uid != os.geteuid():
+        return None
     return stat.S_IMODE(mode) & 0o777
 
 
