@@ -222,6 +222,66 @@ def test_results_in_attributes_stay_the_same(clock):
     torch.testing.assert_close(deployed.before_relu, model.before_relu)
 
 
+class Adding(nn.Module):
+    """A network that adds the results of two layers to an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+        self.second, self.relu, self.last = nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+
+    def forward(self, x, found):
+        found["first"] = self.first(x)
+        found["second"] = [self.second(self.norm(found["first"]))]
+        return self.last(self.relu(found["second"][0]))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("choose", ["sparse", "dense"])
+def test_results_that_are_added_to_an_argument_stay_the_same(clock, by_name, choose):
+    def run(model, found):
+        return model(x, found=found) if by_name else model(x, found)
+
+    x = torch.randn(5, 8)
+    model = mostly_zero(Adding()).eval().requires_grad_(False)
+    model.norm.running_mean.normal_()
+    deployed = deploy(model, ((x,), {"found": {}}) if by_name else (x, {}), choose=choose)
+    wanted, got = {}, {}
+    torch.testing.assert_close(run(deployed, got), run(model, wanted))
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("choose", ["sparse", "dense"])
+def test_hooks_of_outer_modules_see_the_same(clock, choose):
+    x = torch.randn(5, 8)
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(8, 16)), nn.BatchNorm1d(16),
+        nn.Linear(16, 16), nn.Sequential(nn.ReLU(), nn.Linear(16, 4)),
+    )  # fmt: skip
+    model = mostly_zero(model).eval().requires_grad_(False)
+    model[1].running_mean.normal_()
+    seen = {}
+    model[0].register_forward_hook(lambda module, args, output: seen.update(after=output))
+    model[3].register_forward_pre_hook(lambda module, args: seen.update(before=args[0]))
+    deployed = deploy(model, x, choose=choose)
+    torch.testing.assert_close(deployed(x), model(x))
+    wanted = dict(seen)
+    deployed(x)
+    torch.testing.assert_close(seen, wanted)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_modules_whose_forward_was_replaced_are_kept(clock, index):
+    x = torch.randn(5, 8)
+    layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)
+    model = mostly_zero(nn.Sequential(*layers)).eval()
+    forward = model[index].forward
+    model[index].forward = lambda x: forward(x.clamp(-9, 9))  # the example has no such numbers
+    deployed = deploy(model, x, choose="sparse")
+    assert deployed.report.chosen == "sparse"
+    assert_same(deployed, model, 50 * x)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("in_example", [True, False])
 @pytest.mark.parametrize("dead_heads", [True, False])

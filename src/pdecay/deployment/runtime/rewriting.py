@@ -23,6 +23,8 @@ def obstacle(model: nn.Module, layer: nn.Linear | nn.Conv2d, usage: Usage) -> st
         return f"a {type(layer).__name__}"
     if is_parametrized(layer):
         return "parametrized"
+    if "forward" in vars(layer):
+        return "its forward was replaced"
     if has_hooks(layer):
         return "has hooks"
     if layer not in usage.calls:

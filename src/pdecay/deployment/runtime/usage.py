@@ -73,8 +73,12 @@ class Usage:
 def observe_usage(model: nn.Module, inputs: Inputs) -> Usage:
     """Run the model on the inputs and return how it uses its modules."""
     tracker = _Tracker(model)
-    with _on_each_call(model, tracker.enter, tracker.leave), tracker:
-        tracker.finish(inputs.call(model))
+    hook = model.register_forward_pre_hook(tracker.begin, with_kwargs=True)
+    try:
+        with _on_each_call(model, tracker.enter, tracker.leave), tracker:
+            tracker.finish(inputs.call(model))
+    finally:
+        hook.remove()
     return Usage(record_calls(model, inputs), tracker.readers, tracker.next_of())
 
 
@@ -115,8 +119,8 @@ def is_layer(module: nn.Module) -> TypeGuard[nn.Linear | nn.Conv2d]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether forward hooks are registered on the module."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Return whether the module has forward hooks, or a forward of its own instead of its class."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 @dataclass
@@ -145,10 +149,16 @@ class _Tracker(TorchFunctionMode):
         self.latest: dict[int, _Product] = {}
         self.counts: dict[nn.Module, int] = {}
         self.active: list[nn.Module] = []
+        self.given: list[Any] = []  # the arguments of the model
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.given.append((args, kwargs))
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.active.append(module)
         self.counts[module] = self.counts.get(module, 0) + 1
+        if module._forward_pre_hooks:  # they may keep what they see, for the caller
+            self._record_uses(list(tensors_of(args)), None)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.active.pop()
@@ -157,9 +167,12 @@ class _Tracker(TorchFunctionMode):
             product = _Product(output, module)
             self.products.append(product)
             self.latest[id(output)] = product  # an in-place module replaces its input's product
+        if module._forward_hooks:
+            self._record_uses(list(tensors_of((args, output))), None)
 
     def finish(self, output: Any) -> None:
-        self._record_uses(list(tensors_of(output)), None)
+        # The model may add results to a list or dict among its arguments.
+        self._record_uses(list(tensors_of((output, self.given))), None)
         for tensor in tensors_of([vars(module) for module in self.names]):
             if id(tensor) in self.latest:  # stored in an attribute, which the caller may read
                 self.latest[id(tensor)].users.append(None)
