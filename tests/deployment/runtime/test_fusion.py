@@ -71,8 +71,9 @@ class ReversedSum(Block):
 BOTH = ["the ReLU after first", "the sum after second", "the ReLU after second"]
 
 
-def counts(model):
-    return dict.fromkeys(model.modules(), 1)
+def fused_once(model, *args):
+    """Fuse the operations of a model whose modules are called once."""
+    return fuse(model, dict.fromkeys(model.modules(), 1), Inputs.of(args))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_relus_and_sums_are_fused(kind, fused):
     model, x = kind(), torch.randn(2, 4, 9, 9)
     with torch.inference_mode():
         wanted = model(x.clone())
-        assert fuse(model, counts(model)) == fused
+        assert fused_once(model, x) == fused
         model(x.clone())  # creates the plans
         calls = called_functions(model, x.clone())
         assert not {"relu", "relu_", "add", "add_", "__iadd__"} & calls
@@ -110,7 +111,7 @@ def test_fused_model_copies_and_converts(method):
     model, x = InPlace(), torch.randn(2, 4, 9, 9)
     with torch.inference_mode():
         wanted = model(x)
-    fuse(model, counts(model))
+    fused_once(model, x)
     names = list(model.state_dict())
     if method == "copy":
         other = copy.deepcopy(model)
@@ -139,7 +140,7 @@ def test_fused_model_copies_and_converts(method):
 def test_replaced_submodules_of_a_fused_model_take_effect(copied):
     model, x = ReversedSum(), torch.randn(2, 4, 9, 9)
     model.norm = nn.BatchNorm2d(4).eval()
-    fuse(model, counts(model))
+    fused_once(model, x)
     model = pickle.loads(pickle.dumps(model)) if copied else model
     wanted = model(x)
     model.norm = nn.Hardtanh(-0.1, 0.1)
@@ -155,7 +156,7 @@ def test_replaced_submodules_of_a_fused_model_take_effect(copied):
 def test_fused_forward_keeps_its_signature():
     model = Functions()
     before = inspect.signature(model.forward)
-    fuse(model, counts(model))
+    fused_once(model, torch.randn(2, 4, 9, 9))
     assert inspect.signature(model.forward).parameters.keys() == before.parameters.keys()
 
 
@@ -171,7 +172,7 @@ def test_sum_may_broadcast_layer_output():
     model, x = Broadcasts(), torch.randn(2, 4, 9, 9)
     with torch.inference_mode():
         wanted = model(x)
-        assert "the sum after short" in fuse(model, counts(model))
+        assert "the sum after short" in fused_once(model, x)
         model(x[..., :1, :1])
         torch.testing.assert_close(model(x), wanted)
 
@@ -189,7 +190,7 @@ def test_layer_is_not_moved_past_in_place_change():
     x = torch.randn(2, 4, 9, 9)
     with torch.inference_mode():
         wanted = model(x.clone())
-        assert fuse(model, counts(model)) == ["the sum after second"]
+        assert fused_once(model, x) == ["the sum after second"]
         torch.testing.assert_close(model(x.clone()), wanted)
 
 
@@ -205,7 +206,7 @@ def test_operators_work_in_place_in_a_fused_forward():
     x = torch.randn(2, 4, 9, 9)
     with torch.inference_mode():
         wanted, given = model(x.clone()), x.clone()
-        assert fuse(model, counts(model)) == ["the sum after second"]
+        assert fused_once(model, x) == ["the sum after second"]
         torch.testing.assert_close(model(given), wanted)
         torch.testing.assert_close(given, 2 * x)
         torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x.clone()), wanted)
@@ -231,15 +232,16 @@ def test_branch_on_an_argument_that_is_no_tensor(kind):
     model, x = kind(), torch.randn(2, 4, 9, 9)
     arguments = (x, None) if kind is InHelper else (SimpleNamespace(x=x, mask=None),)
     wanted = model(*arguments)
-    assert fuse(model, counts(model)) == ["the ReLU after first"]
+    assert fused_once(model, *arguments) == ["the ReLU after first"]
     torch.testing.assert_close(model(*arguments), wanted)
 
 
 def test_modules_that_get_other_arguments_than_tensors_are_not_fused():
     model, x = OfAttribute(), torch.randn(2, 4, 9, 9)
-    calls = count_tensor_calls(model, Inputs.of((SimpleNamespace(x=x, mask=x),)))
+    inputs = Inputs.of((SimpleNamespace(x=x, mask=x),))
+    calls = count_tensor_calls(model, inputs)
     assert calls == {model.first: 1}
-    assert fuse(model, calls) == []
+    assert fuse(model, calls, inputs) == []
 
 
 class Branches(Block):
@@ -385,10 +387,12 @@ class ByName(Block):
 )
 def test_unsafe_forwards_are_not_fused(kind):
     model = kind()
-    called = {**counts(model), model.first: 2 if kind is Reused else 1}
+    x = torch.randn(2, 4, 9, 9)
+    other = {MayBeNone: (x, x), OptionalKey: ({"x": x},), OptionalPart: ((x, x),)}
+    called = {**dict.fromkeys(model.modules(), 1), model.first: 2 if kind is Reused else 1}
     before = model.forward
     state = dict(vars(model))
-    assert fuse(model, called) == []
+    assert fuse(model, called, Inputs.of(other.get(kind, x))) == []
     assert model.forward == before
     assert vars(model) == state
     assert not any(one.relu for one in model.modules() if isinstance(one, SparseLayer))
@@ -397,6 +401,6 @@ def test_unsafe_forwards_are_not_fused(kind):
 def test_fused_model_can_be_exported():
     model, x = Functions().eval(), torch.randn(2, 4, 6, 6)
     expected = model(x)
-    assert fuse(model, counts(model))
+    assert fused_once(model, x)
     exported = torch.export.export(model, (x,)).module()
     torch.testing.assert_close(exported(x), expected, rtol=1e-4, atol=1e-5)

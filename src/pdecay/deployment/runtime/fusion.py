@@ -4,7 +4,8 @@ Each module's forward is traced with ``torch.fx``, with submodules as leaves. Re
 functions, methods or modules. The module keeps its class and state; only its forward is replaced.
 
 A forward is skipped if it cannot be traced, uses tensors of its module, changes its module, or
-branches on its arguments: a trace contains only one branch.
+branches on its arguments: a trace contains only one branch. Some branches are found by running the
+trace, see `_faithful`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dis
 import inspect
 import operator
 import types
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from pdecay.deployment.layers.modules import SparseLayer
+from pdecay.deployment.model.inputs import Inputs
 from pdecay.deployment.model.outputs import objects_in
-from pdecay.deployment.model.state import shared_copy
-from pdecay.deployment.runtime.usage import has_hooks
+from pdecay.deployment.model.state import keeping_attributes, shared_copy
+from pdecay.deployment.runtime.usage import Operation, has_hooks, record_operations
 
 _RELUS = {functional.relu, functional.relu_, torch.relu, torch.relu_, "relu", "relu_"}
 _SUMS = {operator.add, torch.add, "add"}
@@ -38,30 +40,59 @@ _IN_PLACE = {
 }
 
 
-def fuse(model: nn.Module, counts: Mapping[nn.Module, int]) -> list[str]:
+def fuse(model: nn.Module, counts: Mapping[nn.Module, int], inputs: Inputs) -> list[str]:
     """Fuse ReLUs and sums into the sparse layers of a model, in place.
 
     Args:
         model: the model with sparse layers.
         counts: the number of calls of each module in a run, see :func:`count_tensor_calls`.
+        inputs: the example.
 
     Returns:
         Descriptions of the fused operations.
     """
     fused = []
+    with keeping_attributes(model, skip=SparseLayer):
+        ran = record_operations(model, inputs)
+    writers = {one for one, called in ran.items() if any(each.in_place for each in called)}
+    graphs = {module: graph for module in model.modules() if (graph := _trace(module)) is not None}
+    graphs = _faithful(graphs, ran, model, inputs)
     for name, module in model.named_modules():
-        graph = _trace(module)
+        graph = graphs.get(module)
         if graph is None:
             continue
         _drop_identities(graph, module)
         operations = [
             f"the {kind} after {name}.{layer}" if name else f"the {kind} after {layer}"
-            for layer, kind in _fuse_graph(graph, module, counts)
+            for layer, kind in _fuse_graph(graph, module, counts, writers)
         ]
         if operations:
             module.forward = _Forward(module, graph)
             fused += operations
     return fused
+
+
+def _faithful(
+    graphs: dict[nn.Module, fx.Graph],
+    ran: Mapping[nn.Module, list[Operation]],
+    model: nn.Module,
+    inputs: Inputs,
+) -> dict[nn.Module, fx.Graph]:
+    """Return the graphs that call the same torch functions as the forwards do on the example.
+
+    A trace runs with proxies instead of tensors. It takes another branch where the code asks for
+    the kind of an argument, such as ``torch.is_tensor(x)`` or ``hasattr(x, "name")``, or catches
+    the error of a proxy. The outputs may be the same nevertheless, for the numbers of the example.
+    """
+    for module, graph in graphs.items():
+        module.forward = _Forward(module, graph)
+    try:
+        with keeping_attributes(model, skip=SparseLayer):
+            traced = record_operations(model, inputs)
+    finally:
+        for module in graphs:
+            del module.forward
+    return {one: graph for one, graph in graphs.items() if ran.get(one) == traced.get(one)}
 
 
 class _Forward:
@@ -190,9 +221,18 @@ def _drop_identities(graph: fx.Graph, module: nn.Module) -> None:
 
 
 def _fuse_graph(
-    graph: fx.Graph, module: nn.Module, counts: Mapping[nn.Module, int]
+    graph: fx.Graph,
+    module: nn.Module,
+    counts: Mapping[nn.Module, int],
+    writers: Container[nn.Module],
 ) -> list[tuple[str, str]]:
     """Fuse operations after layers that this forward calls exactly once.
+
+    Args:
+        graph: the graph of the forward.
+        module: its module.
+        counts: the number of calls of each module in a run.
+        writers: the modules whose forward changed tensors in place in that run.
 
     Returns:
         Pairs of a layer's name and the kind of the fused operation.
@@ -207,7 +247,11 @@ def _fuse_graph(
         user = _only_user(node)
         other = _other_summand(user, node)
         # The layer call moves to the sum: nothing in between may change the layer's input.
-        if user is not None and other is not None and not _writes_between(node, user, module):
+        if (
+            user is not None
+            and other is not None
+            and not _writes_between(node, user, module, writers)
+        ):
             with graph.inserting_before(user):
                 call = graph.call_module(node.target, (*node.args, other))
             user.replace_all_uses_with(call)
@@ -250,17 +294,20 @@ def _other_summand(user: fx.Node | None, node: fx.Node) -> fx.Node | None:
     return first if second is node and user.target in _SUMS else None
 
 
-def _writes_between(first: fx.Node, last: fx.Node, module: nn.Module) -> bool:
+def _writes_between(
+    first: fx.Node, last: fx.Node, module: nn.Module, writers: Container[nn.Module]
+) -> bool:
     node = first.next
-    while node is not last and not _may_write(node, module):
+    while node is not last and not _may_write(node, module, writers):
         node = node.next
     return node is not last
 
 
-def _may_write(node: fx.Node, module: nn.Module) -> bool:
+def _may_write(node: fx.Node, module: nn.Module, writers: Container[nn.Module]) -> bool:
     """Return whether a node may change a tensor in place."""
     if node.op == "call_module":
-        return any(getattr(one, "inplace", False) for one in _called(node, module).modules())
+        parts = _called(node, module).modules()
+        return any(one in writers or getattr(one, "inplace", False) for one in parts)
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
     return (
         (name.endswith("_") and not name.endswith("__"))

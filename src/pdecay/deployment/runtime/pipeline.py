@@ -265,7 +265,7 @@ def _fused_model(
     with keeping_attributes(fused, skip=SparseLayer):
         counts = count_tensor_calls(fused, inputs)
     try:
-        more = fuse(fused, counts)
+        more = fuse(fused, counts, inputs)
         error = difference(outputs_of_calls(plain, inputs), outputs_of_calls(fused, inputs))
     except Exception:  # torch.fx cannot represent a forward
         return plain, relus

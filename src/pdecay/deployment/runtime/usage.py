@@ -31,6 +31,9 @@ _FOLLOWERS = (batchnorm._BatchNorm, nn.ReLU)  # modules that may become part of 
 # Functions that read only a tensor's shape, dtype or layout, not its values.
 _METADATA = {"size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "is_complex"}
 _METADATA |= {"ndimension", "nelement", "element_size", "storage_offset", "get_device", "__len__"}
+_WRITES = {"__setitem__", "__set__"}
+_WRITES |= {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+_WRITES |= {f"__i{name}__" for name in ("matmul", "and", "or", "xor", "lshift", "rshift")}
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,34 @@ class Usage:
     calls: dict[nn.Module, list[InputSpec | None]]
     readers: dict[nn.Module, set[str]]
     next_of: dict[nn.Module, nn.Module]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A call of a torch function.
+
+    Args:
+        function: the function.
+        constants: its arguments that are numbers or strings.
+        in_place: whether it may change a tensor in place.
+    """
+
+    function: Any
+    constants: tuple[Any, ...]
+    in_place: bool
+
+    @classmethod
+    def of(cls, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
+        leaves = tree_leaves((args, kwargs))
+        constants = tuple(one for one in leaves if isinstance(one, bool | int | float | str))
+        name = getattr(function, "__name__", "")
+        in_place = (
+            (name.endswith("_") and not name.endswith("__"))
+            or name in _WRITES
+            or kwargs.get("out") is not None
+            or any(value is True for value in (*args, kwargs.get("inplace")))
+        )
+        return cls(function, constants, in_place)
 
 
 @torch.inference_mode()
@@ -110,6 +141,15 @@ def count_tensor_calls(model: nn.Module, inputs: Inputs) -> dict[nn.Module, int]
     return {module: len(kinds) for module, kinds in calls.items() if all(kinds)}
 
 
+@torch.inference_mode()
+def record_operations(model: nn.Module, inputs: Inputs) -> dict[nn.Module, list[Operation]]:
+    """Return the torch functions that the forward of each module calls, without its submodules."""
+    recorder = _Recorder()
+    with _on_each_call(model, recorder.enter, recorder.leave), recorder:
+        inputs.call(model)
+    return recorder.operations
+
+
 def is_layer(module: nn.Module) -> TypeGuard[nn.Linear | nn.Conv2d]:
     """Return whether a module is a layer that may have a sparse form.
 
@@ -130,6 +170,29 @@ class _Product:
     tensor: Tensor
     maker: nn.Module
     users: list[nn.Module | None] = field(default_factory=list)
+
+
+class _Recorder(TorchFunctionMode):
+    """A recorder of the torch functions that the forward of each module calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: dict[nn.Module, list[Operation]] = {}
+        self.active: list[nn.Module] = []
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.active.append(module)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.active.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self.active:
+            called = self.operations.setdefault(self.active[-1], [])
+            called.append(Operation.of(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 class _Tracker(TorchFunctionMode):
