@@ -153,6 +153,27 @@ def test_loaded_model_can_be_pickled_and_copied(make, copied, tmp_path):
         twin(torch.randn(3, 4, 7))
 
 
+class ReadsSizes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(3, 8, 3, stride=2), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = nn.functional.pad(x, 4 * [self.conv.kernel_size[0] // 2])
+        y = self.conv(x).mean((2, 3)).view(-1, self.linear.in_features)
+        return self.linear(y) * self.conv.stride[0]
+
+
+@needs_compiler
+def test_model_that_reads_sizes_of_its_layers(tmp_path):
+    model, x = mostly_zero(ReadsSizes()).eval(), torch.randn(2, 3, 9, 9)
+    deployed = pdecay.deploy(model, x, choose="sparse", seconds=0)
+    pdecay.save(deployed, tmp_path / "model.safetensors")
+    loaded = pdecay.load(tmp_path / "model.safetensors", trusted=True)
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 class Nested(nn.Module):
     """A model with a dict, a tuple, a keyword and a constant as inputs, and nested outputs."""
 

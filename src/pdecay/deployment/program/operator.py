@@ -17,6 +17,8 @@ from pdecay.deployment.model.state import replace_modules
 
 # Arguments of nn.Conv2d that the operator stores besides the weight's shape.
 _CONV_OPTIONS = ("stride", "padding", "dilation", "groups", "padding_mode")
+# Attributes of layers that code of models reads.
+_SIZES = ("in_features", "out_features", "in_channels", "out_channels", "kernel_size")
 
 
 @torch.library.custom_op("pdecay::sparse_layer", mutates_args=())
@@ -77,6 +79,9 @@ class _Recorded(nn.Module):
             settings = {name: getattr(dense, name) for name in _CONV_OPTIONS}
         self.settings = settings
         self.relu = layer.relu
+        for name in (*_SIZES, *_CONV_OPTIONS):
+            if name in vars(layer):
+                setattr(self, name, getattr(layer, name))
 
     def forward(self, x: Tensor, more: Tensor | float | None = None, relu: bool = False) -> Tensor:
         if isinstance(more, float | int):
