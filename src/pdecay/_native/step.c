@@ -239,9 +239,14 @@ static void run_part(const job *job, int64_t tensor, int64_t thread, int64_t thr
 
 static void run_parts(const job *job)
 {
-    const int64_t tensors = job->call->tensors;
-    /* Few weights: starting the threads would take longer, many times so if the other cores are busy. */
-    const int threads = total_size(job->call) < FEW ? 1 : job->call->threads;
+    const call *call = job->call;
+    const int64_t tensors = call->tensors;
+    /* Few weights: starting the threads would take longer, many times so if the other cores are busy. Weights that
+     * share memory are updated in their order: two threads at once would lose updates. */
+    const int alone = total_size(call) < FEW
+                      || (call->threads > 1 && job->written & 1u << WEIGHT
+                          && share_memory(tensors, call->data, call->sizes, width_of(call->dtype)));
+    const int threads = alone ? 1 : call->threads;
     #pragma omp parallel for schedule(static, 1) num_threads(threads) if (threads > 1)
     for (int thread = 0; thread < threads; thread++)
         for (int64_t i = 0; i < tensors; i++) run_part(job, job->backwards ? tensors - 1 - i : i, thread, threads);

@@ -78,3 +78,28 @@ unlike:
     free(weights);
     return -1;
 }
+
+/* ---- memory that several tensors share ---- */
+
+typedef struct { uintptr_t begin, end; } span;
+
+static int compare_spans(const void *a, const void *b)
+{
+    const uintptr_t first = ((const span *)a)->begin, second = ((const span *)b)->begin;
+    return (first > second) - (first < second);
+}
+
+/* Whether some of the tensors have memory in common; also 1 if there is no memory to find out. */
+static int share_memory(int64_t tensors, void *const *data, const int64_t *sizes, int64_t width)
+{
+    span *spans = malloc((size_t)(tensors + 1) * sizeof *spans);
+    if (!spans) return 1;
+    int64_t count = 0;
+    int shared = 0;
+    for (int64_t i = 0; i < tensors; i++)
+        if (sizes[i]) spans[count++] = (span){ (uintptr_t)data[i], (uintptr_t)data[i] + (uintptr_t)(sizes[i] * width) };
+    qsort(spans, (size_t)count, sizeof *spans, compare_spans);
+    for (int64_t i = 1; i < count; i++) shared |= spans[i].begin < spans[i - 1].end;
+    free(spans);
+    return shared;
+}

@@ -141,6 +141,24 @@ def test_result_does_not_depend_on_thread_count(size, terms, dtype):
         assert all(map(torch.equal, results[0], other))
 
 
+def test_weights_that_share_memory_are_updated_in_their_order():
+    # One thread has all the views, and the other one begins with the last tensor, if there are two.
+    whole = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
+    results = []
+    for threads in (1, 2):
+        w = whole.clone()
+        middle = w[len(w) // 2 :][:16]
+        weights = [*(middle for _ in range(2000)), w]
+        grads = [torch.full_like(weight, i % 7 - 3.0) for i, weight in enumerate(weights)]
+        torch.set_num_threads(threads)
+        try:
+            native.sgd_(weights, grads, [], terms=[(1, 0.1)], lr=0.01, **SGD)
+        finally:
+            torch.set_num_threads(1)
+        results.append(w)
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("name", ["0.8", "1", "elastic", "four"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_scales_multiply_lam(literal_factor, dtype, name):
