@@ -26,6 +26,28 @@ def test_prune_with_a_share_is_an_error_and_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    "large",  # in the sum of all squares
+    [lambda: nn.LayerNorm(500), lambda: nn.BatchNorm1d(500), lambda: nn.Embedding(500, 20)],
+)
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_prune_with_a_share_is_an_error_in_models_with_norms_or_embeddings(large, share):
+    model = nn.Sequential(large(), make_model())
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match="is too high"):
+        pdecay.prune_(model, share)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_prune_removes_layers_that_are_dead_but_for_tiny_weights():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    with torch.no_grad():
+        for layer in model[:3]:
+            layer.weight *= 1e-6
+    pdecay.prune_(model, 1e-4)
+    assert pdecay.sparsity(model, 0).total == 0.75
+
+
 def test_prune_removes_most_weights_if_they_are_tiny():
     model = nn.Linear(100, 100, bias=False)
     with torch.no_grad():

@@ -18,6 +18,9 @@ from pdecay._optim.attachment import complete_groups
 from pdecay._optim.hooks import unwrap
 from pdecay._utils.tables import ruled
 
+# A layer is dead if the root mean square of its weights is a smaller share of that of another one.
+_DEAD = 1e-4
+
 
 @dataclass(frozen=True)
 class LayerSparsity:
@@ -174,7 +177,8 @@ def prune_(model: nn.Module, threshold: float = 1e-13) -> nn.Module:
 
     Raises:
         ValueError: if the weights below the threshold are not small: they hold more than half of
-            the sum of all squared weights. No weight is changed then.
+            the sum of squared weights, of all weights together or in the mean over the matrices
+            that :func:`param_groups` decays. No weight is changed then.
     """
     _check_model("prune_", model)
     threshold = check_number("threshold", threshold)
@@ -189,13 +193,31 @@ def _check_threshold(model: nn.Module, threshold: float) -> None:
     weights = [magnitude(param).double() for param, _ in owners_of(model)]
     total = sum(_total(w.square()) for w in weights)
     small = sum(_total(w.square() * (w < threshold)) for w in weights)
-    if small > total / 2:
+    if small > total / 2 or _mean_share_below(model, threshold) > 1 / 2:
         zeros = sum(_total(w < threshold) for w in weights) / sum(w.numel() for w in weights)
         raise ValueError(
             f"prune_: the threshold {threshold:g} is too high: {zeros:.1%} of the weights are "
-            "below it, and they hold most of the sum of squares. It is an absolute value, not a "
-            "share; to set a share of the weights to zero, train with pdecay.SparsityTarget"
+            "below it, and they hold most of the sum of squares, of the model or of most layers. "
+            "It is an absolute value, not a share; to set a share of the weights to zero, train "
+            "with pdecay.SparsityTarget"
         )
+
+
+def _mean_share_below(model: nn.Module, threshold: float) -> float:
+    """Return the share of small weights in the sum of squares, as the mean over the matrices.
+
+    In one sum over the model, the scales of norms, which are about 1, and large embeddings would
+    hide all other layers. Layers that are dead but for tiny weights are left out.
+    """
+    means, shares = [], []
+    for param, owners in owners_of(model):
+        if param.numel() and decays_by_default(param, owners):
+            w = magnitude(param).double()
+            total = _total(w.square())
+            means.append(total / param.numel())
+            shares.append(_total(w.square() * (w < threshold)) / total if total else 0.0)
+    alive = [s for s, mean in zip(shares, means, strict=True) if mean > _DEAD**2 * max(means)]
+    return sum(alive) / len(alive) if alive else 0.0
 
 
 def _total(values: Tensor) -> float:
