@@ -96,6 +96,13 @@ def test_prune_at_the_end(tmp_path):
     assert weights[weights != 0].abs().min() >= 1e-2
 
 
+def test_prune_with_a_share_keeps_the_trained_weights(tmp_path):
+    trainer = short_trainer(tmp_path, SparsityCallback(prune=0.9))
+    with pytest.warns(UserWarning, match="not pruned: prune_: the threshold 0.9 is too high"):
+        trainer.train()
+    assert zeros(trainer.model) < 0.5
+
+
 def test_missed_target_warns(tmp_path):
     class Stop(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

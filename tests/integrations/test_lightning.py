@@ -152,6 +152,14 @@ def test_freeze_and_prune(tmp_path):
     assert not ((weight != 0) & (weight.abs() < 1e-2)).any()
 
 
+def test_prune_with_a_share_keeps_the_trained_weights(tmp_path):
+    module = Module()
+    trainer = trainer_with(tmp_path, SparsityCallback(prune=0.9))
+    with pytest.warns(UserWarning, match="not pruned: prune_: the threshold 0.9 is too high"):
+        trainer.fit(module)
+    assert module.model[0].weight.any()
+
+
 class TwoOptimizers(Module):
     def __init__(self):
         super().__init__()

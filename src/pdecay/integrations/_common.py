@@ -73,9 +73,16 @@ class SparsityActions:
             self._freeze_step = None
 
     def prune_model(self, model: nn.Module) -> None:
-        """Prune the model at the end of the training."""
-        if self.prune is not None:
+        """Prune the model at the end of the training; warn if the threshold is too high.
+
+        An error would keep the framework from writing the last checkpoint.
+        """
+        if self.prune is None:
+            return
+        try:
             prune_(model, self.prune)
+        except ValueError as error:
+            warnings.warn(f"the model was not pruned: {error}", stacklevel=3)
 
     def check_target(self) -> None:
         """Warn if the trained model misses the target."""
