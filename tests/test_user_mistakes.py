@@ -131,6 +131,20 @@ def test_epochs_instead_of_steps_warn_once():
     assert caught[0].filename == __file__
 
 
+def test_magnitude_pruning_by_a_share_warns_once():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    pdecay.MagnitudePruning(optimizer, 0.9, 20)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            model(torch.ones(1, 20)).sum().backward()
+            optimizer.step()
+    (warning,) = caught
+    assert "all weights are below the threshold" in str(warning.message)
+    assert warning.filename == __file__
+
+
 def test_whole_numbers_of_numpy_are_accepted_and_stored_as_plain_numbers():
     steps, model = np.int64(40), make_model()
     optimizer = pdecay.PAdam(model.parameters(), decay=Lp(0.8, 1), auxiliary=pdecay.Every(steps))

@@ -262,11 +262,11 @@ def test_state_for_a_distributed_checkpoint_has_the_squares(kind):
 def test_resuming_without_the_state_of_the_pruning_warns(kind):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    pruning = kind(optimizer, 0.5, total_steps=10)
+    pruning = kind(optimizer, 0.1, total_steps=10)
     train(model, optimizer, 8)
     state = optimizer.state_dict()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    again = kind(optimizer, 0.5, total_steps=10)
+    again = kind(optimizer, 0.1, total_steps=10)
     optimizer.load_state_dict(state)
     with pytest.warns(UserWarning, match=r"weights are zero, which may move .* state_dict\(\)"):
         train(model, optimizer, 1)

@@ -215,6 +215,7 @@ class MagnitudePruning(_Pruning):
                 f"the threshold must reach its final value within the training: start < 1 and "
                 f"start + ramp <= 1 must hold, got start={start!r}, ramp={ramp!r}"
             )
+        self._warned_of_all = False
         super().__init__(optimizer, total_steps, every, params)
 
     def threshold_at(self, step: int) -> float:
@@ -227,6 +228,13 @@ class MagnitudePruning(_Pruning):
         if threshold and (self.last_step % self.every == 0 or self.last_step == self.total_steps):
             for param in map(local_part, self.params):
                 param.masked_fill_(magnitude(param) < threshold, 0.0)
+            if not self._warned_of_all and self.sparsity_now == 1:
+                self._warned_of_all = True
+                warn_user(
+                    f"MagnitudePruning: all weights are below the threshold {threshold:g} and are "
+                    f"zero after step {self.last_step}. The threshold is an absolute value, not a "
+                    "share; GradualMagnitudePruning takes a share"
+                )
 
 
 class GradualMagnitudePruning(_Pruning):
