@@ -309,7 +309,8 @@ def _check_cache() -> None:
     """Raise PermissionError if another user may have put code into inductor's cache.
 
     It is /tmp/torchinductor_<user>, which another user can create first, and torch runs what it
-    finds there. With ``TORCHINDUCTOR_CACHE_DIR``, precompiled headers are still there.
+    finds there. Even if ``TORCHINDUCTOR_CACHE_DIR`` names another folder, torch keeps precompiled
+    headers in this one.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
