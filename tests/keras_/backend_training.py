@@ -121,6 +121,28 @@ def test_backup_and_restore_continues_exactly(digits, tmp_path, target_first):
         assert (ours == theirs).all()
 
 
+def test_backup_of_the_last_step_of_the_ramp_meets_the_target(digits, tmp_path):
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if int(ops.convert_to_numpy(self.model.optimizer.iterations)) > 51:
+                raise KeyboardInterrupt
+
+    def run(*more):
+        model = compiled(pk.PAdam(1e-2, decay=Lp(0.8, 1e-2)))
+        # it saves before the target, which comes later in the list, ends its ramp
+        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=51)
+        fit(model, digits, 5, callbacks=[backup, pk.SparsityTarget(0.5), *more])
+        return model
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Interrupt())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = run()
+    count, size = zeros(model)
+    assert count == round(0.5 * size)
+
+
 def test_decay_makes_zeros_and_the_logger_counts_them(digits):
     model = compiled(pk.PSGD(0.1, momentum=0.9, decay=Lp(0.8, 1e-2)))
     history = fit(model, digits, 3, callbacks=[pk.SparsityLogger()])["sparsity"]

@@ -117,7 +117,7 @@ class SparsityTarget(SparsityLogger):
         if self._step == 0 or self._step < self._begin:
             if not 0 < _scale(optimizer) <= 2 * HOLD:  # else freeze_zeros was called
                 optimizer.decay_scale.assign(0.0)
-        elif self._step >= self._end:
+        elif self._step >= self._end and not self._is_unfinished(optimizer):
             missing = _missing_zeros(_magnitudes(optimizer), self.target)
             if missing > 0 or _scale(optimizer) > 2 * HOLD:
                 warnings.warn(
@@ -131,8 +131,11 @@ class SparsityTarget(SparsityLogger):
         """Read the step again: ``BackupAndRestore`` may have restored it when training began."""
         optimizer = self._optimizer()
         self._step = _steps(optimizer)
-        if self._is_new and self._step < self._end:
+        is_unfinished = self._is_unfinished(optimizer)
+        if self._is_new and (self._step < self._end or is_unfinished):
             self._check_start(_magnitudes(optimizer))
+            if is_unfinished:
+                self._finish(optimizer)
         self._is_new = False
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -157,8 +160,7 @@ class SparsityTarget(SparsityLogger):
         self._step = step
         before, self._before = self._before, None
         if step >= self._end:
-            _zero_smallest(optimizer, self.target)
-            optimizer.decay_scale.assign(HOLD)
+            self._finish(optimizer)
         elif self._is_due(last, step):
             _zero_smallest(optimizer, self._share_of_zeros(step))
             self._set_scale(optimizer, before, step - last)
@@ -178,6 +180,19 @@ class SparsityTarget(SparsityLogger):
             self._check_target()
 
         history.on_train_end = check_once
+
+    def _finish(self, optimizer: PNormDecay) -> None:
+        """Make the count of zeros exact at the end of the ramp, and keep the zeros from then on."""
+        _zero_smallest(optimizer, self.target)
+        optimizer.decay_scale.assign(HOLD)
+
+    def _is_unfinished(self, optimizer: PNormDecay) -> bool:
+        """Return whether the model is from the last step of the ramp, saved before its end acted.
+
+        `BackupAndRestore` saves after a number of batches, before the callbacks that follow it.
+        """
+        ended = self._end <= self._step < self._end + self.model.steps_per_execution
+        return ended and not 0 < _scale(optimizer) <= 2 * HOLD
 
     def _check_start(self, magnitudes: np.ndarray[Any, Any]) -> None:
         """Warn if the ramp has begun without this callback: many weights become zero at once."""
