@@ -253,6 +253,20 @@ class TestGradScaler:
             assert same(param, twin)
         assert scalers[0].get_scale() == 2.0  # the inf was detected
 
+    def test_scaled_step_of_an_idle_optimizer_moves_nothing(self, exact, same):
+        param, idle = weight(), weight()
+        optimizers = [AdamW([p], lr=LR, fused=True) for p in (param, idle)]
+        for optimizer in optimizers:
+            attach(optimizer, DECAY, **exact)
+            pdecay.SparsityTarget(optimizer, 0.5, 100)
+        before = idle.detach().clone()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale((param * param).sum()).backward()
+        for optimizer in optimizers:  # torch sums no found_inf to 0, which is not a tensor
+            scaler.step(optimizer)
+        scaler.update()
+        assert same(idle.detach(), before)
+
 
 class TestWeights:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -333,8 +333,8 @@ def decay_rate(group: Group, optimizer: Optimizer | None, lr: Rate | None = None
     found_inf = getattr(optimizer, "found_inf", None)  # set by GradScaler around fused steps
     if found_inf is None:
         return rate
-    if found_inf.device.type == "cpu":
-        return 0.0 if found_inf.item() else rate
+    if not isinstance(found_inf, Tensor) or found_inf.is_cpu:  # it is 0 if there are no gradients
+        return 0.0 if found_inf else rate
     skip: Tensor = found_inf != 0
     return rate * ~skip
 

@@ -239,8 +239,7 @@ def is_skipped(optimizer: Optimizer) -> bool:
     GradScaler sets ``found_inf`` around the step of fused optimizers, which skip the update
     themselves. It does not call the step of other optimizers at all.
     """
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf.item())
+    return bool(getattr(optimizer, "found_inf", None))  # a tensor; 0 if there are no gradients
 
 
 def only_creates_state(optimizer: Optimizer) -> bool:
