@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import multiprocessing
 import os
 import signal
@@ -97,6 +98,16 @@ def test_search_resumes_with_more_trials(sweep, tmp_path, records_of):
 FAULTY = ("--method", "sweep_methods:Faulty", "adamw", "--steps", 5)
 
 
+def leave_running_trial(out):
+    """Add an attempt to a cell that raised, as a killed launcher leaves it."""
+    study = optuna.load_study(study_name="sweep", storage=open_journal(out))
+    trial = next(trial for trial in trials(out) if "error" in trial.user_attrs)
+    trial = copy.deepcopy(trial)
+    trial.state, trial.datetime_complete = TrialState.RUNNING, None
+    trial.user_attrs["worker"] = {"home": "", "pid": 0, "run": ""}
+    study.add_trial(trial)
+
+
 def test_run_that_raises_is_tried_three_times_and_reported(sweep, tmp_path, records_of):
     out, cure = tmp_path / "sweep", tmp_path / "cure"
     code, shown = sweep(*FAULTY, "--option", f"cure={cure}")
@@ -112,6 +123,7 @@ def test_run_that_raises_is_tried_three_times_and_reported(sweep, tmp_path, reco
     assert code == 1  # not retried without --retry-failed
     assert "raised" not in shown
     cure.write_text("")
+    leave_running_trial(out)
     code, shown = sweep(*FAULTY, "--option", f"cure={cure}", "--resume", "--retry-failed")
     assert code == 0, shown
     assert len(records_of(out)) == 2

@@ -120,9 +120,11 @@ def sweep(
         try:
             with lock(out):
                 queue = SweepStudy.open(opened, job.study, plan, resume=resume)
+                launcher = Launcher(job, queue, workers, console or Console(quiet=True))
                 if retry_failed:
+                    launcher.look()  # a killed launcher may not have ended the last attempt
                     queue.top_up(retry_failed=True)
-                return Launcher(job, queue, workers, console or Console(quiet=True)).run()
+                return launcher.run()
         except LockedError as error:
             raise SweepError(str(error)) from None
         except SweepError as error:
