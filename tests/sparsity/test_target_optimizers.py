@@ -239,3 +239,16 @@ def test_optimizers_that_step_at_different_frequencies_reach_the_target(make, pu
                 optimizer.step()
                 assert zeros(weights(model)) >= before or target.last_step < 3
     assert zeros(weights(model)) >= round(0.75 * size(weights(model)))
+
+
+def test_last_step_that_one_of_the_optimizers_skips_reaches_the_target():
+    model = build()
+    optimizers = [PAdam([weight], lr=1e-2) for weight in weights(model)]
+    target = SparsityTarget(optimizers, 0.75, 20, end=1.0, pull=1.0)
+    for step in range(20):
+        for optimizer, frequency in zip(optimizers, (1, 3), strict=True):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            if step % frequency == 0:
+                optimizer.step()
+    assert target.sparsity == 0.75

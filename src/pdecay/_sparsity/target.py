@@ -154,6 +154,8 @@ class SparsityTarget:
         self._updates = ScaledUpdates(update_power)
         self._lists_scales = bool(self.pull and (per_layer or self.floor))
         self._begin, self._end, self._every = ramp_steps(start, end, total_steps)
+        if len(self._hooks) > 1:  # the last step is never counted if one of them does not take it
+            self._end = max(self._begin + 1, min(self._end, total_steps - 1))
         check_per_layer(per_layer, self._groups())
         self._probes = Probes()
         self._watch = ZeroWatch()
