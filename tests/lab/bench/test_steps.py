@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import os
+import sys
 
 import pytest
 from rich.console import Console
@@ -98,6 +100,14 @@ def test_avx2_is_measured_in_a_process_without_avx512(small, monkeypatch):
 def test_a_process_with_avx2_has_no_avx512():
     code = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     assert bench._output_of(code, bench.AVX2).strip() in ("AVX2", "DEFAULT")
+
+
+def test_a_process_imports_nothing_from_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "sched.py").write_text("raise RuntimeError('not this one')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*filter(os.path.isabs, sys.path), "/of/this/process"])
+    code = "import sched, sys; print(sys.path[-1])"
+    assert bench._output_of(code, {}).strip() == "/of/this/process"
 
 
 def test_share_of_the_target_is_measured():

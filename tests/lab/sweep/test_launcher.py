@@ -283,6 +283,34 @@ def test_death_of_the_process_that_starts_workers_is_reported(tmp_path, monkeypa
         run_sweep(plan, tmp_path / "sweep")
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_current_folder_is_searched_for_modules_only_if_the_launcher_does(tmp_path, own):
+    """multiprocessing starts its processes by ``python -c``, which searches the current folder."""
+    program, shared = tmp_path / "program.py", tmp_path / "shared"
+    program.write_text(
+        "import multiprocessing, os, sys, time\n"
+        "from multiprocessing import resource_tracker\n"
+        "from pdecay.lab.sweep import launcher\n"
+        f"sys.path += [os.getcwd()] * {own}\n"
+        "launcher._start_server()\n"
+        "worker = multiprocessing.get_context('forkserver').Process(target=time.sleep, args=(0,))\n"
+        "worker.start()\n"
+        "worker.join()\n"
+        "resource_tracker._resource_tracker._stop()\n"
+    )
+    shared.mkdir()
+    (shared / "multiprocessing.py").write_text("open('trap', 'w')\n")
+    subprocess.run(
+        [sys.executable, program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=shared,
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert (shared / "trap").exists() == own
+
+
 def test_folder_of_a_running_sweep_is_locked(sweep, processes, tmp_path, cells, pause):
     pause(0.05)
     out = tmp_path / "sweep"

@@ -347,8 +347,13 @@ def first_use() -> dict[str, float]:
 
 
 def _output_of(code: str, variables: Mapping[str, str]) -> str:
-    """Run Python code in a new process with further environment variables."""
-    command = [sys.executable, "-c", code]
+    """Run Python code in a new process with further environment variables.
+
+    It imports from where this process does: `-c` alone adds the current folder, where another user
+    may have put a `torch.py`.
+    """
+    path = f"import sys; sys.path[:] = {sys.path!r}\n"
+    command = [sys.executable, "-P", "-c", path + code]
     environment = {**os.environ, **variables}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return done.stdout
