@@ -75,6 +75,21 @@ def test_unwritable_output_folder_is_reported_before_the_work(run_cli, tmp_path,
         assert f"cannot write to {str(out)!r}" in run_cli("demo", "--out", str(out), code=2)
 
 
+def test_output_folder_of_another_user_is_reported(run_cli, tmp_path, monkeypatch):
+    from pdecay.lab.demo import demo
+
+    if not hasattr(os, "getuid") or os.getuid() != 0:
+        pytest.skip("only root can create another user's folder")
+    monkeypatch.setattr(demo, "run", lambda *args, **kwargs: pytest.fail("the demo was started"))
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o1777)
+    (tmp_path / "pdecay-demo").mkdir()
+    os.chown(tmp_path / "pdecay-demo", 65533, 65533)
+    assert "cannot write to 'pdecay-demo': This folder belongs to another user" in run_cli(
+        "demo", code=2
+    )
+
+
 def test_output_folder_is_created(tmp_path, monkeypatch):
     from pdecay.lab.demo import demo
 

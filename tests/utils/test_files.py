@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
 import pdecay
 from pdecay._utils import files
-from pdecay._utils.files import check_output_file, lock, replacing
+from pdecay._utils.files import check_output_file, check_owner, lock, replacing
 
 
 @pytest.fixture
@@ -72,6 +74,33 @@ def test_link_of_another_user_in_a_shared_folder_is_refused(tmp_path, exists):
     with replacing(tmp_path / "link") as file:
         file.write(b"new")
     assert mine.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_folder_of_another_user_in_the_current_folder_is_refused(tmp_path, monkeypatch, link):
+    """It may have links to files of this user, under the names that pdecay writes to."""
+    if not hasattr(os, "getuid") or os.getuid() != 0:
+        pytest.skip("only root can create another user's folder")
+    shared, mine = tmp_path / "shared", tmp_path / "mine"
+    shared.mkdir()
+    mine.mkdir()
+    if link:
+        (shared / "runs").symlink_to(mine)
+    else:
+        (shared / "runs").mkdir()
+    (shared / "runs" / "digits").mkdir()
+    monkeypatch.chdir(shared)
+    os.lchown("runs", 65533, 65533)
+    for mode, refused in [(0o1777, True), (0o1755, False), (0o755, False)]:
+        shared.chmod(mode)
+        for path in (Path("runs"), Path("runs/digits"), Path("runs/digits/..")):
+            with pytest.raises(PermissionError, match="another") if refused else nullcontext():
+                check_owner(path)
+        check_owner(shared / "runs")
+    shared.chmod(0o1777)
+    os.lchown("runs", os.getuid(), -1)
+    for path in (Path("runs/digits"), Path(), Path("../mine"), Path("..")):
+        check_owner(path)
 
 
 @pytest.mark.parametrize(("folder", "mode"), [(0o1777, 0o644), (0o770, 0o666)])

@@ -68,13 +68,30 @@ def _follow(path: Path) -> Path:
     for _ in range(_MOST_LINKS):
         if not path.is_symlink():
             return path
-        link, folder = path.lstat(), path.parent.stat()
-        shared = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
-        if shared and link.st_uid not in (os.geteuid(), folder.st_uid):
+        if _is_of_another_user(path):
             message = "This link belongs to another user, choose another path"
             raise PermissionError(errno.EACCES, message, str(path))
         path = path.parent / os.readlink(path)
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+
+
+def _is_of_another_user(path: Path) -> bool:
+    """Return whether another user put something into a shared folder such as /tmp."""
+    folder = path.parent.stat()
+    shared = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
+    return bool(shared) and path.lstat().st_uid not in (os.geteuid(), folder.st_uid)
+
+
+def check_owner(folder: Path) -> None:
+    """Raise PermissionError if another user put a folder to write to into the current one.
+
+    In /tmp, anyone can create the folder that a program uses by default, with links in it that lead
+    to files of this user. An absolute path was chosen on purpose, and is not checked.
+    """
+    for path in [] if folder.is_absolute() else [folder, *folder.parents]:
+        if path.name not in ("", "..") and _is_of_another_user(path):
+            message = "This folder belongs to another user, choose another or give its full path"
+            raise PermissionError(errno.EACCES, message, str(path))
 
 
 def check_folder_of(path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pdecay._utils.errors import UserError, with_location
+from pdecay._utils.files import check_owner
 from pdecay._utils.imports import import_object
 
 
@@ -105,6 +106,7 @@ def check_writable(directory: Path) -> None:
     """Create a folder and check, before any work, that files can be written to it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        check_owner(directory)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
