@@ -189,6 +189,7 @@ CRAFTED: dict[str, Any] = {
     "doubled bytes": _doubled(24),
     "copied bytes": _copied("_codecs.encode", code("a" * 10**5) + code("latin1"), 10**4),
     "copied sets": _copied("builtins.set", code([*range(10**4)]), 10**4),
+    "copied arguments": _called("torch.device", *[None] * 10**5, times=10**4),
     "allocated bytes": Call("builtins.bytearray", 2**40),
     "empty tensor on a device": Call(
         "torch._utils._rebuild_meta_tensor_no_storage", name("torch.float32"), (2**62,), (1,), False

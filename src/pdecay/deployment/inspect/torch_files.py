@@ -37,6 +37,7 @@ _LOCAL_HEADER = struct.Struct("<4s22x2H")  # of a zip entry; the lengths of its 
 _ALIGNMENT = 16  # bytes; the largest element
 _SPARSE_BYTES, _QUANTIZED_BYTES = 40, 28  # of memory for an element, while it is counted
 _TENSOR_BYTES = 1000  # of memory for a tensor, without its elements
+_MAX_ARGUMENTS = 16  # of a call; torch.save writes at most 8
 
 _INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 _STORAGES = {
@@ -207,6 +208,11 @@ class _Contents:
                 f"contains a {name}, which is neither a tensor nor plain data; expected a file "
                 "written by torch.save(model.state_dict(), path)"
             )
+        # Python copies the arguments of a call: a few bytes can repeat one with a million of them.
+        if len(arguments) > _MAX_ARGUMENTS:
+            raise PickleError(
+                f"passes {len(arguments):,} arguments to {name}, expected at most {_MAX_ARGUMENTS}"
+            )
         return self._functions[name](*arguments)
 
     def _take(self, nbytes: int) -> None:
@@ -356,7 +362,7 @@ class _Contents:
             raise PickleError("a quantized tensor is damaged: its storage has other numbers")
         integers = self._tensor(storage, offset, size, stride, _INTEGERS[storage.dtype])
         self._take(_QUANTIZED_BYTES * integers.numel())
-        kind, scale, zero, *axis = expect(quantizer, tuple)
+        kind, scale, zero, *axis = expect(quantizer, tuple)[:4]
         if kind.text == "torch.per_tensor_affine":
             return (integers.double() - int(zero)).mul_(float(scale)).float()
         if kind.text != "torch.per_channel_affine":
