@@ -223,6 +223,24 @@ def test_sparse_tensors_that_torch_does_not_sort_are_refused(tmp_path):
         inspect(tmp_path / "w.pt")
 
 
+@pytest.mark.parametrize("make", ["sparse_coo_tensor", "sparse_compressed_tensor"])
+def test_sparse_tensors_are_checked_without_the_switch_of_torch(tmp_path, monkeypatch, make):
+    parts = {
+        "sparse_coo_tensor": ([[9]], [1.0], (3,)),
+        "sparse_compressed_tensor": ([0, 1], [9], [1.0], (1, 3)),
+    }[make]
+    options = {} if make == "sparse_coo_tensor" else {"layout": torch.sparse_csr}
+    wrong = getattr(torch, make)(*parts, **options, check_invariants=False)
+    torch.save({"w": wrong}, tmp_path / "w.pt")
+    # As if another thread turned the switch off between the call and the check.
+    unchecked = getattr(torch, make)
+    monkeypatch.setattr(
+        torch, make, lambda *args, **rest: unchecked(*args, **rest | {"check_invariants": False})
+    )
+    with pytest.raises(FileFormatError, match="cannot be read"):
+        inspect(tmp_path / "w.pt")
+
+
 def test_names_do_not_import_modules_and_have_no_control_codes(tmp_path):
     function = "torch._utils._rebuild_meta_tensor_no_storage"
     write_state({"w": Call(function, name("torch._inductor"), (1,), (1,), False)}, tmp_path / "w")

@@ -340,14 +340,18 @@ class _Contents:
         # There may be any number of values that have no elements.
         elements = sum(part.numel() + sum(part.shape[:2]) for part in parts)
         self._take(_TENSOR_BYTES + _SPARSE_BYTES * elements)
+        # Checked apart: torch turns the option check_invariants into a switch of the whole process,
+        # which a sparse tensor of another thread may turn off before it is read.
         if layout == torch.sparse_coo:
             indices, values = parts
+            indices = indices.long()
+            torch._validate_sparse_coo_tensor_args(indices, values, tuple(size))
             return torch.sparse_coo_tensor(indices, values, tuple(size), check_invariants=True)
         compressed, plain, values = (part.contiguous() for part in parts)
         _check_slices(compressed, plain)
-        return torch.sparse_compressed_tensor(
-            compressed, plain, values, tuple(size), layout=layout, check_invariants=True
-        )
+        args = compressed, plain, values, tuple(size)
+        torch._validate_sparse_compressed_tensor_args(*args, layout)
+        return torch.sparse_compressed_tensor(*args, layout=layout, check_invariants=True)
 
     def _quantized_tensor(
         self,
