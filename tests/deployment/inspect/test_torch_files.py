@@ -263,6 +263,31 @@ def test_files_of_many_names_are_refused(tmp_path):
         inspect(tmp_path / "w.pt")
 
 
+def test_row_pointers_of_many_names_are_counted(tmp_path):
+    names, tall = map(str, range(3000)), torch.eye(20_000, 1).to_sparse_csr()
+    torch.save(dict.fromkeys(names, tall), tmp_path / "w.pt")
+    with pytest.raises(FileFormatError, match=r"the tensors take .* bytes, more than"):
+        inspect(tmp_path / "w.pt")
+
+
+def sparse_without_elements(layout):
+    wide = 2**40
+    if layout == torch.sparse_coo:
+        parts = torch.empty(1, 0), torch.empty(0, 1, wide)
+        return torch.sparse_coo_tensor(*parts, (3, 1, wide), check_invariants=True)
+    indices = torch.tensor([0, 1]), torch.tensor([0])
+    return torch.sparse_compressed_tensor(
+        *indices, torch.empty(1, 1, wide, 0), (1, wide, 0), layout=layout, check_invariants=True
+    )
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_bsr, torch.sparse_bsc])
+def test_wide_sparse_tensors_without_elements_take_no_memory(tmp_path, layout):
+    torch.save({"w": sparse_without_elements(layout)}, tmp_path / "w.pt")
+    (layer,) = inspect(tmp_path / "w.pt").layers
+    assert layer.counts.zeros == layer.size == (3 * 2**40 if layout == torch.sparse_coo else 0)
+
+
 def test_views_of_one_memory_are_counted(tmp_path):
     flat = torch.ones(2000)
     torch.save({f"{k}": flat[k] for k in range(2000)}, tmp_path / "w.pt")

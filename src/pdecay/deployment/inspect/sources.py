@@ -200,13 +200,27 @@ def _check_countable(name: str, tensor: Tensor) -> None:
 def _tensor_source(name: str, tensor: Tensor) -> Source:
     shape, size = tuple(tensor.shape), math.prod(tensor.shape)
     if tensor.layout != torch.strided:
-        stored = (tensor._values() if tensor.is_sparse else tensor.values()).numel()
-        # The size of the indices, at most: one number of 8 bytes per element and dimension.
-        encoding = Encoding("coo", size, stored, unary_bytes=8 * len(shape) * stored)
+        stored = _stored_count(tensor)
+        # A tensor may have far more row pointers than elements.
+        index_bytes = sum(one.nbytes for one in _indices(tensor))
+        encoding = Encoding("coo", size, stored, unary_bytes=index_bytes)
         row = Row(name, BY_TORCH[tensor.dtype], shape, encoding)
         return Source(row, partial(_readable, name, _sparse_blocks, tensor))
     row = Row(name, BY_TORCH[tensor.dtype], shape, Encoding("dense", size, size))
     return Source(row, partial(_readable, name, _dense_blocks, tensor))
+
+
+def _stored_count(tensor: Tensor) -> int:
+    """Return the number of stored elements of a sparse tensor."""
+    return (tensor._values() if tensor.is_sparse else tensor.values()).numel()
+
+
+def _indices(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.is_sparse:
+        return (tensor._indices(),)
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices()
+    return tensor.ccol_indices(), tensor.row_indices()
 
 
 def _readable(
@@ -243,6 +257,8 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 def _sparse_blocks(tensor: Tensor) -> Iterator[Block]:
     """Yield the stored elements of a sparse tensor, without making it dense."""
+    if not _stored_count(tensor):
+        return  # its blocks may have any size, for which torch would make indices
     tensor = tensor.detach().to_sparse_coo().coalesce()
     indices, values = tensor.indices(), tensor.values()
     inner = math.prod(values.shape[1:])  # a hybrid tensor stores a dense block at each index
