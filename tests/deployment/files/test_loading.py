@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 from pdecay.deployment.files import FileFormatError, load, save
+from pdecay.deployment.layers.modules import SparseLinear
 from tests.deployment.files.sparse_nets import sparse_net
 
 from .contents import check_same
@@ -260,6 +261,24 @@ class TestMemoryLimit:
         state = {"x" * 100_000: torch.ones(3), "ü" * 50_000: torch.ones(2)}
         save(state, path)
         check_same(state, load(path))
+
+
+def test_sparse_layer_made_in_inference_mode_uses_the_loaded_weights(path):
+    """Tensors that are made in inference mode have no version, which counts their changes."""
+    dense, x = nn.Linear(8, 20), torch.randn(1, 8)
+    with torch.inference_mode():
+        dense.weight.masked_fill_(torch.rand(20, 8) < 0.8, 0)
+        layer = SparseLinear(dense)
+        layer(x)
+        dense.weight.mul_(2)
+        dense.bias.add_(1)
+        other = SparseLinear(dense)
+        save(other, path)
+        torch.testing.assert_close(load(path, layer)(x), dense(x))
+        other.columns.fill_(2**30)  # the kernel must not read there
+        save(other, path)
+        with pytest.raises(ValueError, match="are not the non-zeros of a 20 x 8 weight"):
+            load(path, layer)(x)
 
 
 def test_default_device_is_ignored(path):

@@ -40,6 +40,7 @@ from pdecay.deployment.files.reader import FORMAT, FORMAT_VERSION, TIED, TensorF
 from pdecay.deployment.files.save_report import SaveReport
 from pdecay.deployment.files.table import Row
 from pdecay.deployment.files.writer import write_dense, write_sparse
+from pdecay.deployment.layers.base import SparseLayer
 from pdecay.deployment.model.inputs import Inputs, kept_example
 from pdecay.deployment.program import SavedModel
 
@@ -338,6 +339,9 @@ def _copy_into(file: TensorFile, model: nn.Module, targets: Mapping[str, list[Te
         return
     for name, group in used.items():
         _fill(group, file.load(file.tensors[name]))
+    for module in model.modules():
+        if isinstance(module, SparseLayer):
+            module._reset()  # tensors that were made in inference mode have no version
 
 
 def _fill(targets: list[Tensor], tensor: Tensor) -> None:
