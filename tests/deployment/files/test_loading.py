@@ -281,6 +281,20 @@ def test_sparse_layer_made_in_inference_mode_uses_the_loaded_weights(path):
             load(path, layer)(x)
 
 
+@pytest.mark.parametrize("use", ["forward", "weight"])
+def test_rows_of_a_sparse_layer_whose_sizes_overflow_are_refused(path, use):
+    """Both the kernel and torch.repeat_interleave would use memory outside the buffers."""
+    layer = SparseLinear(nn.Linear(8, 3))
+    first = 2**62 + 5
+    # Each row ends after the one before, modulo 2**64.
+    row = torch.tensor([0, first, first - 2**63 - 1, len(layer.values)])
+    assert (row.diff() >= 0).all()
+    save({**layer.state_dict(), "row": row}, path)
+    load(path, layer)
+    with pytest.raises(ValueError, match="are not the non-zeros of a 3 x 8 weight"):
+        layer(torch.randn(1, 8)) if use == "forward" else layer.weight
+
+
 def test_default_device_is_ignored(path):
     model, other = sparse_net(), sparse_net()
     save(model, path)

@@ -107,6 +107,10 @@ class SparseLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dense weight, computed at each access, for code that reads ``layer.weight``."""
+        # torch.repeat_interleave trusts counts whose sum overflows: it would write anywhere.
+        checked = not is_traced(self.row) and not self.row.is_meta
+        if checked and not self._are_slices(self.row, len(self.values)):
+            raise self._damaged()
         indices = torch.arange(self.shape.out_channels, device=self.row.device)
         # Without output_size, which ONNX export does not support.
         outputs = torch.repeat_interleave(indices, self.row.diff())
@@ -196,17 +200,31 @@ class SparseLayer(nn.Module):
         columns, row = self._weight.columns, self._weight.row
         each = self.shape.weights // self.shape.out_channels
         if not (
-            len(row) == self.shape.out_channels + 1
-            and self._weight.bias.shape == (self.shape.out_channels,)
-            and int(row[0]) == 0
-            and int(row[-1]) == len(columns) == len(self._weight.values)
-            and bool((row.diff() >= 0).all())
+            self._weight.bias.shape == (self.shape.out_channels,)
+            and len(columns) == len(self._weight.values)
+            and self._are_slices(row, len(columns))
             and bool(((columns >= 0) & (columns < each)).all())
         ):
-            raise ValueError(
-                f"the buffers of this {type(self).__name__} are not the non-zeros of a "
-                f"{self.shape.out_channels} x {each} weight: load its state dict again"
-            )
+            raise self._damaged()
+
+    def _are_slices(self, row: Tensor, count: int) -> bool:
+        """Return whether `row` cuts this many non-zeros into the slices of the outputs.
+
+        Neighbours are compared, because their differences may overflow.
+        """
+        return (
+            row.shape == (self.shape.out_channels + 1,)
+            and int(row[0]) == 0
+            and int(row[-1]) == count
+            and bool((row[1:] >= row[:-1]).all())
+        )
+
+    def _damaged(self) -> ValueError:
+        outputs = self.shape.out_channels
+        return ValueError(
+            f"the buffers of this {type(self).__name__} are not the non-zeros of a "
+            f"{outputs} x {self.shape.weights // outputs} weight: load its state dict again"
+        )
 
     def _check_shape(self, shape: torch.Size) -> None:
         """Raise unless the layer accepts inputs of this shape."""
