@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import numpy as np
 import pytest
@@ -238,3 +239,12 @@ def test_truncation_after_opening_is_an_error(tmp_path):
         os.truncate(path, 1000)
         with pytest.raises(FileFormatError, match="file ends at byte 1,000"):
             container.read(container.entries["a"].begin, 4000)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\\"])
+def test_string_without_end_takes_linear_time(tmp_path, end):
+    path = write(tmp_path / "file", '{"' + '\\"' * 1_000_000 + end)
+    start = time.process_time()
+    with pytest.raises(FileFormatError, match=NO_HEADER):
+        Container(path)
+    assert time.process_time() - start < 10  # an hour, if the end is searched from each quote

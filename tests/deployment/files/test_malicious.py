@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import zlib
 
 import pytest
@@ -10,7 +11,7 @@ import safetensors
 import torch
 from torch import nn
 
-from pdecay.deployment.files import FileFormatError, load
+from pdecay.deployment.files import FileFormatError, load, table
 from pdecay.deployment.files.container import header_bytes
 
 METADATA = {"format": "pdecay", "format_version": "1"}
@@ -237,3 +238,11 @@ def test_empty_and_full_encodings(tmp_path):
     state = load(write(tmp_path / "file", rows, U8=b"\x01\x02\x03\x04"))
     assert state["w"].tolist() == [1, 2, 3, 4]
     assert state["v"].tolist() == []
+
+
+def test_long_line_takes_linear_time():
+    line = zlib.compress(b'["' + b"x" * 200_000_000, 9, wbits=11)
+    start = time.process_time()
+    with pytest.raises(FileFormatError, match="after its last line"):
+        list(table.parse(line, 10**9))
+    assert time.process_time() - start < 10

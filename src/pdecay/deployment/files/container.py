@@ -82,7 +82,8 @@ _MAX_SIZE = 2**63 - 1
 _SPACE = r"[ \t\r\n]*+"
 STRING = r'"(?:[^"\\\x00-\x1f]++|\\.)*+"'
 NUMBERS = rf"\[{_SPACE}(?:\d{{1,19}}{_SPACE}(?:,{_SPACE}|(?=\])))*+\]"
-_LEAVES = re.compile(rf"{STRING}|{NUMBERS}")
+# A string that does not end is a leaf too: else the end would be searched from each quote in it.
+_LEAVES = re.compile(rf"{STRING}?|{NUMBERS}")
 _INNER_OBJECT = re.compile(r"\{[^{}\[\]\"]*+\}")
 _OUTER_REST = re.compile(rf"[:, \t\r\n]*+\}}{_SPACE}")
 

@@ -78,7 +78,7 @@ def format_lines(rows: Iterable[Row | Tie]) -> list[bytes]:
     return [(json.dumps(_fields(row), separators=(",", ":")) + "\n").encode() for row in rows]
 
 
-def line_memory(line: bytes) -> int:
+def line_memory(line: bytes | bytearray) -> int:
     """Estimate the memory of a line's Python and torch objects, without the tensor's elements."""
     return 600 + 4 * len(line)
 
@@ -102,7 +102,7 @@ def parse(data: bytes, max_bytes: int) -> Iterator[tuple[Row | Tie, int]]:
     """
     stream = zlib.decompressobj(wbits=_WINDOW)
     piece_size = min(max(len(data), 1024), 1 << 16)
-    text = b""
+    text = bytearray()  # bytes would copy a long line for each piece
     memory = 0
     try:
         while not stream.eof:
@@ -110,15 +110,15 @@ def parse(data: bytes, max_bytes: int) -> Iterator[tuple[Row | Tie, int]]:
             if not piece and not stream.eof:
                 raise FileFormatError("table is truncated")
             data = stream.unconsumed_tail
+            start, end = 0, len(text)
             text += piece
-            start = 0
-            while (end := text.find(b"\n", start)) >= 0:
-                line = text[start : end + 1]
+            while (end := text.find(b"\n", end)) >= 0:
+                line = bytes(text[start : end + 1])
                 memory += line_memory(line)
                 _check_limit(memory, max_bytes)
                 yield _parse_row(line), line_memory(line)
-                start = end + 1
-            text = text[start:]
+                start = end = end + 1
+            del text[:start]
             _check_limit(memory + line_memory(text), max_bytes)
     except zlib.error as error:
         raise FileFormatError(f"table cannot be decompressed: {error}") from None
