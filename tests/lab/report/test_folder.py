@@ -97,6 +97,20 @@ def test_invalid_file_list_deletes_nothing(tiny, tmp_path, listed):
 
 
 @pytest.mark.usefixtures("drawn")
+def test_no_file_behind_a_link_is_deleted(tiny, tmp_path):
+    """The folder may be of an archive from somewhere else."""
+    precious = tmp_path / "home" / ".ssh" / "precious.txt"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("keep")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "figures").symlink_to(tmp_path / "home")
+    (out / "files.json").write_text(json.dumps(["figures/.ssh/precious.txt"]))
+    write(tiny, out)
+    assert precious.read_text() == "keep"
+
+
+@pytest.mark.usefixtures("drawn")
 def test_each_experiment_has_its_folder(several, tmp_path):
     write(experiments(several), tmp_path)
     assert {path.name for path in (tmp_path / "tables").iterdir()} == {

@@ -94,6 +94,8 @@ def _is_report_file(path: PurePosixPath) -> bool:
 
 def _delete(out: Path, files: set[str]) -> None:
     for file in sorted(files):
+        if (out / file).parent.resolve() != (out.resolve() / file).parent:
+            continue  # a link leads to another folder
         (out / file).unlink(missing_ok=True)
         for folder in (out / file).parents[:2]:
             if folder.is_dir() and not any(folder.iterdir()):
