@@ -201,3 +201,9 @@ def test_constant_surface_is_drawn(experiment):
 
 def test_sparsities_of_the_paper():
     assert contours.SPARSITIES == (0.01, 0.2, 0.4, 0.8)
+
+
+@pytest.mark.parametrize("options", [{}, {"lam": None}, {"lam": "x"}])
+def test_diverged_run_without_a_number_for_lam_is_ignored(experiment, options):
+    failed = record(lr=1e-1, p=0.8, diverged=True, **options)
+    assert only(experiment(*(plane(*place) for place in product(RATES, LAMS)), failed)).bands

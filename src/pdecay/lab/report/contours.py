@@ -99,7 +99,7 @@ def surfaces(experiment: Experiment, scale: ColourScale) -> list[Surface]:
         if number(point.options, "lam") is not None:
             groups.setdefault(_group(point.runs[0]), ([], []))[0].append(point)
     for record in experiment.failed:
-        if _group(record) in groups:
+        if number(record["settings"]["options"], "lam") is not None and _group(record) in groups:
             groups[_group(record)][1].append(record)
     return [_surface(experiment, scale, *members) for members in groups.values()]
 
