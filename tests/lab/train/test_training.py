@@ -332,6 +332,20 @@ def test_damaged_checkpoint_is_refused(tmp_path, monkeypatch, content):
     assert not (tmp_path / "pwned").exists()
 
 
+@pytest.mark.parametrize(
+    "moment", [torch.zeros(1), torch.zeros(()), torch.zeros(1).expand(300, 64)]
+)
+def test_moments_of_another_size_are_refused(tmp_path, moment):
+    """torch's fused AdamW would use memory outside of them."""
+    path = tmp_path / training.CHECKPOINT
+    stopped_at(settings_of("adamw"), tmp_path, 5)
+    state = checkpoint.load(path)
+    state["trainer"]["optimizer"]["state"][0]["exp_avg"] = moment
+    checkpoint.save(path, state)
+    with pytest.raises(ValueError, match=r"'exp_avg' of a parameter .* was altered"):
+        train(settings_of("adamw"), tmp_path)
+
+
 @pytest.mark.slow
 def test_every_zeroed_block_of_a_checkpoint_is_detected(tmp_path):
     path = tmp_path / training.CHECKPOINT

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -165,6 +166,7 @@ class Trainer:
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        _check_moments(self.optimizer)
         self.method.load_state_dict(state["method"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.curve = state["curve"]
@@ -208,6 +210,23 @@ def lr_factor(step: int, steps: int, warmup: int) -> float:
         return done / warmup
     progress = min(1.0, (done - warmup) / (steps - warmup))
     return _FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _check_moments(optimizer: Optimizer) -> None:
+    """Raise ValueError unless the loaded state of each parameter has its shape, except the step.
+
+    The fused optimizers of torch trust it, and would use memory outside the tensors.
+    """
+    for param, state in optimizer.state.items():
+        for name, one in state.items():
+            if isinstance(one, Tensor) and (
+                one.shape != (() if name == "step" else param.shape)
+                or not (one.is_contiguous() or one.stride() == param.stride())
+            ):
+                raise ValueError(
+                    f"{name!r} of a parameter of shape {list(param.shape)} has the shape "
+                    f"{list(one.shape)} in the checkpoint: it was altered; delete it to start again"
+                )
 
 
 def _check_loadable(name: str, state: dict[str, Any]) -> None:
