@@ -205,5 +205,5 @@ def test_sparsities_of_the_paper():
 
 @pytest.mark.parametrize("options", [{}, {"lam": None}, {"lam": "x"}])
 def test_diverged_run_without_a_number_for_lam_is_ignored(experiment, options):
-    failed = record(lr=1e-1, p=0.8, diverged=True, **options)
+    failed = record(lr=1e-1, p=0.8, diverged=True, accuracy=50.0, sparsity=0.5, **options)
     assert only(experiment(*(plane(*place) for place in product(RATES, LAMS)), failed)).bands
