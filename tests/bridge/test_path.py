@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from scipy import sparse
@@ -111,3 +115,24 @@ def test_folds_without_weight_are_left_out():
     assert np.isnan(model.mse_path_[..., 0]).all()
     assert np.isfinite(model.mse_path_[..., 1:]).all()
     assert model.lam_ == model.lams_[0, np.nanmean(model.mse_path_[0], axis=-1).argmin()]
+
+
+def test_processes_import_nothing_from_the_current_folder(tmp_path):
+    """joblib starts them by ``python -m``, which searches the current folder first."""
+    program, shared = tmp_path / "program.py", tmp_path / "shared"
+    program.write_text(
+        "import numpy as np\n"
+        "from pdecay.sklearn import BridgeRegressorCV\n"
+        "x = np.eye(6)\n"
+        "BridgeRegressorCV(lams=[0.1], cv=2, n_jobs=2).fit(x, x[0])\n"
+    )
+    shared.mkdir()
+    (shared / "joblib.py").write_text("open('trap', 'w')\n")
+    subprocess.run(
+        [sys.executable, program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(os.path.isabs, sys.path))},
+        cwd=shared,
+        timeout=300,
+        check=True,
+    )
+    assert not (shared / "trap").exists()

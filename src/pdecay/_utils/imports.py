@@ -1,10 +1,12 @@
-"""Objects of the user's modules, by name."""
+"""Objects of the user's modules, by name, and what new processes import."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pdecay._utils.errors import with_location
@@ -33,3 +35,27 @@ def import_object(target: str) -> Any:
             raise ValueError(f"{module_name!r} has no {object_name!r}")
         found = getattr(found, name)
     return found
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Let Python processes that start meanwhile import from the current folder only if this does.
+
+    Those that libraries start by ``python -c`` or ``python -m`` do so in any case. In a shared
+    folder such as /tmp, another user may have put a `multiprocessing.py`.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    if before is None and not _searches_current_folder():
+        os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("PYTHONSAFEPATH", None)
+
+
+def _searches_current_folder() -> bool:
+    try:
+        return not {"", os.getcwd()}.isdisjoint(sys.path)
+    except FileNotFoundError:
+        return False  # it was deleted

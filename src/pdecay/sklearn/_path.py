@@ -12,6 +12,7 @@ from sklearn.utils.validation import validate_data
 
 from pdecay._core.penalty import Penalty
 from pdecay._core.validation import check_count, check_number
+from pdecay._utils.imports import safe_path
 from pdecay.sklearn._kernels import kernels
 from pdecay.sklearn._regressor import (
     BridgeRegressor,
@@ -206,9 +207,10 @@ class BridgeRegressorCV(BridgeRegressor):
         grids = [lam_grid(problem, base, self.lams, self.n_lams, self.eps) for base in bases]
         folds = list(check_cv(self.cv).split(X, y))
         solver = (self.fit_intercept, self.n_starts, self.tol, self.max_iter)
-        errors = Parallel(n_jobs=self.n_jobs)(
-            delayed(_fold_errors)(X, y, weights, fold, bases, grids, solver) for fold in folds
-        )
+        with safe_path():  # joblib uses `python -m`
+            errors = Parallel(n_jobs=self.n_jobs)(
+                delayed(_fold_errors)(X, y, weights, fold, bases, grids, solver) for fold in folds
+            )
         self.lams_, self.mse_path_ = np.array(grids), np.stack(errors, axis=-1)
         shares = np.array([weights[test].sum() for _, test in folds])
         used = shares > 0

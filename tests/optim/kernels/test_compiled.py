@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -224,6 +226,21 @@ def test_cache_of_another_user_is_not_used(inductor_cache, tmp_path, monkeypatch
 def test_cache_is_created_for_this_user_only(inductor_cache):
     compiled._check_cache()
     assert stat.S_IMODE(inductor_cache.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_current_folder_is_searched_for_modules_only_if_this_process_does(
+    inductor_cache, tmp_path, monkeypatch, own
+):
+    """Inductor runs ``python -c``, which searches it first, in a new process."""
+    (tmp_path / "ctypes.py").write_text("open('trap', 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    path = [folder for folder in sys.path if folder not in ("", str(tmp_path))]
+    monkeypatch.setattr(sys, "path", path + [str(tmp_path)] * own)
+    command = [sys.executable, "-c", "import ctypes"]
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda *_: subprocess.run(command))
+    compiled._compile(compiled._decay, 2, 5, (), torch.float32, torch.device("cpu"))
+    assert Path("trap").exists() == own
 
 
 def test_compiler_failure_raises_before_any_change(monkeypatch):

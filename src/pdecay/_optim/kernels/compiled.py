@@ -29,6 +29,7 @@ from pdecay._native.build import KernelUnavailable
 from pdecay._native.private_folders import create, resolve
 from pdecay._optim.kernels.layout import Batch, Tensors, batches, is_dense, is_plain, local
 from pdecay._optim.kernels.native import Terms
+from pdecay._utils.imports import safe_path
 
 __all__ = ["adam_", "available", "decay_", "sgd_", "why_not"]
 
@@ -350,7 +351,7 @@ def _compile(
             isolate_recompiles=True,
             options=_CPU_OPTIONS if device.type == "cpu" else {},
         )
-        with torch.no_grad():
+        with safe_path(), torch.no_grad():  # inductor uses `python -c`
             kernel(trial, torch.ones(numbers, dtype=wide, device=device), *flags)
     except Exception as error:  # backends raise errors of any type
         lines = str(error).strip().splitlines() or [type(error).__name__]

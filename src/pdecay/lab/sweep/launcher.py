@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import signal
-import sys
 import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -33,6 +30,7 @@ from rich.text import Text
 
 from pdecay._utils.errors import root_cause
 from pdecay._utils.files import LockedError, lock
+from pdecay._utils.imports import safe_path
 from pdecay._utils.signals import stop_requests
 from pdecay.lab.sweep.plan import Plan, SweepError, label
 from pdecay.lab.sweep.storage import open_storage
@@ -360,30 +358,13 @@ def _start_server() -> None:
     end the workers, which inherit the block, before they write a checkpoint. The launcher receives
     a signal that arrives meanwhile, and asks the workers to stop.
     """
-    with _safe_path():
+    with safe_path():  # multiprocessing uses `python -c`
         resource_tracker.ensure_running()  # here, because it unblocks both
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def _safe_path() -> Iterator[None]:
-    """Let Python processes that start meanwhile import from the current folder only if this does.
-
-    multiprocessing starts them by ``python -c``, which does so in any case. In a shared folder such
-    as /tmp, another user may have put a `multiprocessing.py`.
-    """
-    before = os.environ.get("PYTHONSAFEPATH")
-    if before is None and not {"", os.getcwd()} & {*sys.path}:
-        os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("PYTHONSAFEPATH", None)
 
 
 def _result(record: Record) -> str:
