@@ -215,6 +215,25 @@ def test_compiler_does_not_read_the_input_of_the_process(tmp_path):
     assert done.stdout == "line\n"
 
 
+def test_ctrl_c_does_not_end_the_compiler(tmp_path):
+    """A step defers it. A kernel by the next options, which is slower, would stay in the cache."""
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nkill -s INT -- "-$PPID"\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    code = """
+    import os, signal
+    from pdecay._native import build
+    os.setsid()
+    received = []
+    signal.signal(signal.SIGINT, lambda *_: received.append(1))
+    best = build._attempts(build.NO_RUNTIME)[:1]
+    build._attempts = lambda _: best
+    build.load("bridge", False)
+    print(bool(received))
+    """
+    assert run(code, tmp_path / "cache", CC=compiler) == "True"
+
+
 def test_cache_of_the_compiler_is_not_used(tmp_path):
     """Old versions of ccache return code for the processor of another machine."""
     compiler = tmp_path / "cc"
@@ -362,6 +381,20 @@ def test_update_of_pdecay_during_a_build(sources, tmp_path, monkeypatch):
     with pytest.raises(build.KernelUnavailable, match="restart Python"):
         build.load("ranking", threads=False)
     assert not libraries(tmp_path / "cache")
+
+
+def test_update_of_pdecay_before_its_sources_are_read(sources, monkeypatch):
+    """The kernel of the new version may be in the cache already."""
+    check = build._check_sources
+
+    def late_update():
+        check()
+        (sources / "decay.h").write_text("// of another version\n")
+
+    monkeypatch.setattr(build, "_check_sources", late_update)
+    before = build._key("ranking", build._compiler(), build.NO_RUNTIME)
+    monkeypatch.setattr(build, "_check_sources", lambda: None)
+    assert build._key("ranking", build._compiler(), build.NO_RUNTIME) != before
 
 
 def test_fork_during_a_build_does_not_deadlock_the_child(filled):

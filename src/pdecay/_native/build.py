@@ -264,6 +264,7 @@ def _run(command: list[str], folder: str) -> None:
             cwd="/",
             env=_environment() | settings,
             stdin=subprocess.DEVNULL,  # a wrapper of the compiler must not read the user's input
+            process_group=0,  # Ctrl-C is for this process, which may act on it later
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -358,9 +359,9 @@ def _key(name: str, compiler: list[str], runtime: str | None) -> str:
     parts = [*compiler, str(program.st_size), str(program.st_mtime_ns), str(runtime)]
     parts += [*COMMON, repr(_tunings()), *_extra_flags()]
     parts += [platform.machine(), platform.system(), _processor()]
-    _check_sources()
     for source in [SOURCES / f"{name}.c", *sorted(SOURCES.glob("*.h"))]:
         parts += [source.name, source.read_text()]
+    _check_sources()  # after the last read: pdecay may be updated at any time
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:24]
 
 
